@@ -1,0 +1,1 @@
+"""Where batches come from: Zarr, Parquet, river, arrays and running solvers."""
