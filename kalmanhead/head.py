@@ -1,0 +1,365 @@
+"""The last linear layer as a Kalman filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kalmanhead.errors import ConfigError, NumericalError
+from kalmanhead.layout import (
+    as_outputs,
+    as_rows,
+    check_pair,
+    check_sizes,
+    fill_missing,
+    linear_outputs,
+    point_weights,
+    rescaled_weight,
+)
+from kalmanhead.linalg import symmetrise
+from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
+from kalmanhead.posterior import Posterior, Update, condition
+from kalmanhead.transition import Transition, make_transition
+
+State = dict[str, Any]
+
+
+class Head(Protocol):
+    """What a learner needs of a last layer; every head can stand in for every other."""
+
+    in_features: int
+    out_features: int
+    feature_dim: int
+    has_bias: bool
+
+    def __call__(self, phi: Tensor) -> Tensor:
+        """Predictions W phi, differentiable in phi and in nothing else that is solved for."""
+        ...
+
+    def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Learn from the rows of one batch."""
+        ...
+
+    def predict_dist(self, phi: Tensor) -> Predictive:
+        """Predictive distribution of the targets of the next batch."""
+        ...
+
+    def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express what was learnt for targets that are now `ratio * y + offset`."""
+        ...
+
+    def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express what was learnt for leading features that were `ratio * new + offset`."""
+        ...
+
+    def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Start from given weights, (k, in_features), and bias, (k,)."""
+        ...
+
+    def state(self) -> State:
+        """What must be kept to go on exactly: plain values and tensors."""
+        ...
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` returned."""
+        ...
+
+
+class KalmanHead(nn.Module):
+    """A last linear layer whose weights are solved in closed form on every batch.
+
+    It carries a mean W (k, d) and a covariance P (d, d) from batch to batch; nothing in it is
+    trained by gradients. `forward` is differentiable in the features with W held fixed, which by
+    the envelope theorem is the gradient of the loss with W eliminated (arXiv 2510.04606).
+
+    Parameters
+    ----------
+    in_features, out_features:
+        Widths of features and targets, the constant not counted.
+    bias:
+        Put a constant 1 before the features; d = in_features + 1 then.
+    transition:
+        What is remembered between batches: `reset` (the paper's proximal update), `drift`,
+        `forget`, `static`, `ridge`, or a `Transition`.
+    prior_precision:
+        lambda, one number or one per feature, (d,). Infinity switches a feature off exactly.
+    lambda_scale:
+        `sum` takes lambda as in the paper, against a sum over rows, so that it fades as the
+        batch or the grid grows; `mean` takes it against the mean over rows.
+    feature_dim:
+        -1 for (*, d) as in `torch.nn.Linear`; 1 for (n, d, *grid) as in a 1x1 convolution, where
+        every grid point of every sample is a row.
+    noise_memory:
+        Rows over which the noise variance is averaged, roughly, once so many were seen.
+    dtype, device:
+        Of the state. float64 whatever the backbone's dtype; float32 is kept as a square root.
+
+    Raises
+    ------
+    ConfigError
+        A size, precision or name that makes no sense.
+
+    Examples
+    --------
+    >>> head = KalmanHead(1, 1, transition="static", prior_precision=1e-6)
+    >>> head.update(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> head(torch.tensor([[3.0]])).round(decimals=3)
+    tensor([[7.]])
+    >>> head.weight.shape, head.covariance.shape
+    (torch.Size([1, 2]), torch.Size([2, 2]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        transition: str | Transition = "reset",
+        eta: float | None = None,
+        gamma: float | None = None,
+        prior_precision: float | Tensor = 1.0,
+        lambda_scale: Literal["sum", "mean"] = "sum",
+        feature_dim: int = -1,
+        noise_memory: float = 10_000.0,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes(in_features, out_features, feature_dim)
+        if lambda_scale not in ("sum", "mean"):
+            raise ConfigError(f"lambda_scale is {lambda_scale!r}: choose sum or mean")
+        if dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"head dtype {dtype} is not supported: use float64 or float32")
+        if not noise_memory > 0:
+            raise ConfigError(f"noise_memory is {noise_memory}: give a number of rows above 0")
+        self.in_features, self.out_features = in_features, out_features
+        self.has_bias, self.feature_dim = bias, feature_dim
+        self.transition = make_transition(transition, eta=eta, gamma=gamma)
+        self.lambda_scale = lambda_scale
+        self.noise_memory = noise_memory
+        d = in_features + int(bias)
+        precision = torch.as_tensor(prior_precision, dtype=dtype, device=device)
+        if precision.dim() > 1 or (precision.dim() == 1 and precision.shape[0] != d):
+            raise ConfigError(
+                f"prior_precision has shape {tuple(precision.shape)}: give one number or one for "
+                f"each of the {d} features (the constant first)"
+            )
+        if not (precision > 0).all():
+            raise ConfigError("prior_precision must be positive; infinity switches a feature off")
+        self.prior_variance: Tensor
+        self.register_buffer("prior_variance", 1 / precision.expand(d), persistent=False)
+        self._names = ("mean", "spread", "noise_shape", "noise_rate")
+        ones = torch.ones(out_features, dtype=dtype, device=device)
+        self.register_buffer("mean", torch.zeros(out_features, d, dtype=dtype, device=device))
+        self.register_buffer("spread", self._initial_spread(1.0))
+        self.register_buffer("noise_shape", ones)
+        self.register_buffer("noise_rate", ones.clone())
+        self.mean: Tensor
+        self.spread: Tensor
+        self.noise_shape: Tensor
+        self.noise_rate: Tensor
+        self.rows_seen = 0.0
+        self.last_rows = 1.0
+
+    @property
+    def weight(self) -> Tensor:
+        """W, (k, d); the constant's weight comes first."""
+        return self.mean
+
+    @property
+    def posterior(self) -> Posterior:
+        """Belief after the last batch (before any: the prior)."""
+        if not self.transition.remembers:
+            return Posterior(self.mean, self.spread, "diagonal")
+        return Posterior(self.mean, self.spread, self._form)
+
+    @property
+    def covariance(self) -> Tensor:
+        """P, (d, d), with which the next batch is met, in units of the noise variance.
+
+        It is taken after the time update: I / lambda under `reset`, P itself under `static`.
+        """
+        return self._prior(self.last_rows).covariance
+
+    @property
+    def noise(self) -> Noise:
+        """Belief about the noise variance of each output, in the target's units."""
+        return Noise(self.noise_shape, self.noise_rate)
+
+    def forward(self, phi: Tensor) -> Tensor:
+        """Predictions W phi: (*, d) -> (*, k), or (n, d, *grid) -> (n, k, *grid)."""
+        return linear_outputs(self.mean, phi, self.has_bias, self.feature_dim)
+
+    @torch.no_grad()
+    def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
+        """Learn from one batch: time update, then measurement update, of weights and noise.
+
+        Parameters
+        ----------
+        phi, y:
+            Features and targets of equal leading (and grid) dimensions; NaN in y is a missing
+            target.
+        weight:
+            Row weights, (n,), non-negative: 2 is the row twice, 0 leaves it out.
+
+        Raises
+        ------
+        ConfigError
+            Shapes that do not fit, or a negative or non-finite weight.
+        NumericalError
+            A feature or an infinite target that cannot be learnt from; the state is untouched.
+        """
+        rows, targets, weights = self._rows(phi, y, weight)
+        if rows.shape[0] == 0:
+            return
+        prior_mean_prediction = rows @ self.mean.mT
+        targets, weights, counted = fill_missing(targets, prior_mean_prediction, weights)
+        total = float(counted.max())
+        if total == 0:
+            return
+        update = condition(
+            self._prior(total),
+            rows,
+            targets,
+            weights,
+            keep_covariance=self.transition.remembers,
+        )
+        self._accept(update, counted, total)
+
+    @torch.no_grad()
+    def predict_dist(self, phi: Tensor) -> Predictive:
+        """Student t for the targets of the next batch, shaped as `forward`'s output."""
+        rows = self._with_constant(as_rows(phi, self.feature_dim).to(self.mean.dtype))
+        spread = self._prior(self.last_rows).variance_of(rows)[:, None]
+        scale = (self.noise.variance * (1 + spread)).sqrt()
+        mean = as_outputs(rows @ self.mean.mT, phi, self.feature_dim)
+        dof = (2 * self.noise_shape).expand(scale.shape)
+        return Predictive(
+            mean,
+            as_outputs(scale, phi, self.feature_dim),
+            as_outputs(dof, phi, self.feature_dim),
+        )
+
+    @torch.no_grad()
+    def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Start from given weights, (k, in_features), and bias, (k,)."""
+        parts = [weight]
+        if self.has_bias:
+            zero = torch.zeros_like(weight[:, 0])
+            parts = [(zero if bias is None else bias)[:, None], weight]
+        self.mean = torch.cat(parts, 1).detach().to(self.mean).clone()
+
+    @torch.no_grad()
+    def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express W and the noise for targets that are now `ratio * y + offset`, both (k,).
+
+        P is in units of the noise variance and stays; predictions are the same as before.
+        """
+        self.mean = rescaled_weight(self.mean, ratio, offset, self.has_bias)
+        square = ratio.to(self.mean).square()
+        self.noise_rate = self.noise_rate * square
+
+    @torch.no_grad()
+    def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express W and P for leading features that were `ratio * new + offset`, both (p,).
+
+        Needs the constant. The mean becomes W A and the covariance A' P A, where the old features
+        are A times the new ones; predictions are the same as before.
+        """
+        p = ratio.shape[0]
+        change = torch.eye(self.mean.shape[1], dtype=self.mean.dtype, device=self.mean.device)
+        change[1 : p + 1, 0] = offset.to(self.mean)
+        change[1 : p + 1, 1 : p + 1] = torch.diag(ratio.to(self.mean))
+        self.mean = self.mean @ change
+        if not self.transition.remembers:
+            return
+        if self._form == "root":
+            self.spread = change.mT @ self.spread
+        else:
+            self.spread = symmetrise(change.mT @ self.spread @ change)
+
+    def state(self) -> State:
+        """What must be kept to go on exactly."""
+        tensors = {name: getattr(self, name) for name in self._names}
+        return {**tensors, "rows_seen": self.rows_seen, "last_rows": self.last_rows}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` returned.
+
+        Raises
+        ------
+        ConfigError
+            The state belongs to a head of another shape.
+        """
+        for name in self._names:
+            mine = getattr(self, name)
+            if mine.shape != state[name].shape:
+                raise ConfigError(
+                    f"the saved head has {name} of shape {tuple(state[name].shape)}, this one "
+                    f"{tuple(mine.shape)}: build the head with the options it was saved under"
+                )
+            setattr(self, name, state[name].to(mine).clone())
+        self.rows_seen, self.last_rows = state["rows_seen"], state["last_rows"]
+
+    @property
+    def _form(self) -> Literal["dense", "root"]:
+        return "root" if self.mean.dtype == torch.float32 else "dense"
+
+    def _initial_spread(self, rows: float) -> Tensor:
+        variance = self._variance(rows)
+        if not self.transition.remembers:
+            return variance.clone()
+        return torch.diag_embed(variance if self._form == "dense" else variance.sqrt())
+
+    def _variance(self, rows: float) -> Tensor:
+        """Prior variance 1 / lambda of each feature, (d,), for a batch of so many rows."""
+        return self.prior_variance / (rows if self.lambda_scale == "mean" else 1.0)
+
+    def _prior(self, rows: float) -> Posterior:
+        """Belief before a batch of so many rows."""
+        variance = self._variance(rows)
+        if self.rows_seen == 0:
+            return Posterior(self.mean, variance, "diagonal")
+        return self.transition.predict(self.posterior, variance)
+
+    def _accept(self, update: Update, counted: Tensor, total: float) -> None:
+        """Take over a belief, after making sure that it is one."""
+        posterior = update.posterior
+        if not torch.isfinite(posterior.mean).all():
+            raise NumericalError(
+                "the solve gave NaN or infinity: a feature or a target of this batch is not "
+                "finite; nothing was learnt from it"
+            )
+        discount = noise_discount(total, self.rows_seen, self.noise_memory)
+        noise = update_noise(self.noise, update.quadratic, counted, discount)
+        self.mean = posterior.mean
+        if self.transition.remembers:
+            self.spread = posterior.spread
+        self.noise_shape, self.noise_rate = noise.shape, noise.rate
+        self.rows_seen += total
+        self.last_rows = total
+
+    def _with_constant(self, rows: Tensor) -> Tensor:
+        if not self.has_bias:
+            return rows
+        return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
+
+    def _rows(
+        self, phi: Tensor, y: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
+        rows = as_rows(phi.detach(), self.feature_dim).to(self.mean.dtype)
+        targets = as_rows(y.detach(), self.feature_dim).to(self.mean)
+        weights = point_weights(weight, phi, self.feature_dim)
+        if weights is not None:
+            weights = weights.to(self.mean)
+        return self._with_constant(rows), targets, weights
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KalmanHead:
+        """Follow a move to another device, but keep the dtype: `model.float()` is for backbones."""
+        super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-untyped-call]
+        return self

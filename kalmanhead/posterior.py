@@ -1,0 +1,239 @@
+"""The belief about the last layer's weights, and how rows of data change it.
+
+Layout: features Phi (n, d), targets Y (n, k), mean W (..., k, d), covariance P (..., d, d).
+Leading dimensions are a bank of heads that see the same rows. P is in units of the noise
+variance, so that one P serves all k outputs: W_j ~ N(mean_j, sigma_j^2 P).
+
+The model of a batch is Y = Phi W' + E, with row i of E distributed N(0, sigma_j^2 / w_i), and
+conditioning (the Kalman filter's measurement update) is
+
+    P = (P-^-1 + Phi' R^-1 Phi)^-1,    W = W- + (Y - Phi W-')' R^-1 Phi P,    R = diag(1 / w).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kalmanhead.linalg import (
+    cholesky_solve,
+    covariance_root,
+    log_determinant,
+    safe_cholesky,
+    solve_lower,
+    symmetrise,
+)
+
+Form = Literal["diagonal", "dense", "root"]
+Method = Literal["auto", "primal", "dual"]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """Mean and covariance of the last layer's weights; an immutable value.
+
+    Attributes
+    ----------
+    mean:
+        W, (..., k, d).
+    spread:
+        The covariance P in units of the noise variance, by `form`: `diagonal` holds variances
+        (..., d); `dense` holds P (..., d, d); `root` holds any F (..., d, d) with P = F F'.
+        A zero variance switches a feature off exactly.
+    form:
+        How `spread` is to be read.
+    """
+
+    mean: Tensor
+    spread: Tensor
+    form: Form = "dense"
+
+    @property
+    def covariance(self) -> Tensor:
+        """P as a dense symmetric matrix, (..., d, d)."""
+        if self.form == "diagonal":
+            return torch.diag_embed(self.spread)
+        if self.form == "root":
+            return symmetrise(self.spread @ self.spread.mT)
+        return self.spread
+
+    def variance_of(self, phi: Tensor) -> Tensor:
+        """Quadratic form phi' P phi of each row, (n, d) -> (..., n), in units of the noise."""
+        if self.form == "diagonal":
+            return (phi.square() * self.spread[..., None, :]).sum(-1)
+        if self.form == "root":
+            return (phi @ self.spread).square().sum(-1)
+        # Rounding can leave a tiny negative number where P is almost singular along phi.
+        return ((phi @ self.spread) * phi).sum(-1).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What conditioning gives: the new belief, and how well the old one had foreseen the rows.
+
+    Attributes
+    ----------
+    posterior:
+        The belief after the rows.
+    quadratic:
+        innovation' S^-1 innovation for each output, (..., k), where S = R + Phi P- Phi' is the
+        covariance of the innovation in units of the noise variance.
+    log_determinant:
+        log det of R^-1/2 S R^-1/2, (...).
+    """
+
+    posterior: Posterior
+    quadratic: Tensor
+    log_determinant: Tensor
+
+
+def condition(
+    prior: Posterior,
+    phi: Tensor,  # (n, d)
+    target: Tensor,  # (n, k)
+    weight: Tensor | None = None,  # (n,)
+    *,
+    method: Method = "auto",
+    keep_covariance: bool = True,
+) -> Update:
+    """Condition the weights on the rows of a batch (measurement update of the Kalman filter).
+
+    With a diagonal prior I / lambda the mean is the proximal solve of arXiv 2510.04606,
+    W = (Y' Phi + lambda W-) (Phi' Phi + lambda I)^-1. Two exact routes give the same answer:
+    `primal` factorises a d x d matrix, `dual` an n x n one. A root prior, and every float32
+    prior, takes the QR route, which never squares the features.
+
+    Parameters
+    ----------
+    prior:
+        The belief before the rows; its leading dimensions are kept.
+    phi, target:
+        Features (n, d) and targets (n, k), in the dtype of the prior.
+    weight:
+        Precision of each row, (n,), non-negative; 2 means the row twice and 0 leaves it out.
+    method:
+        `primal`, `dual`, or `auto` for the cheaper of the two.
+    keep_covariance:
+        False skips the new covariance, which then stays the prior's: right where it is going to
+        be forgotten anyway.
+
+    Returns
+    -------
+    Update
+        The new posterior, `dense` or `root` in form, and the evidence of the rows.
+
+    Raises
+    ------
+    NumericalError
+        A matrix that must be positive definite is not.
+
+    Examples
+    --------
+    >>> prior = Posterior(torch.zeros(1, 1), torch.tensor([0.5]), "diagonal")
+    >>> update = condition(prior, torch.tensor([[1.0]]), torch.tensor([[3.0]]))
+    >>> update.posterior.mean, update.posterior.covariance
+    (tensor([[1.0000]]), tensor([[0.3333]]))
+    """
+    innovation = target - phi @ prior.mean.mT
+    if weight is not None:
+        root_weight = weight.sqrt()[:, None]
+        phi, innovation = phi * root_weight, innovation * root_weight
+    if phi.shape[0] == 0:
+        zeros = innovation.new_zeros((*prior.mean.shape[:-1],))
+        return Update(prior, zeros, zeros[..., 0])
+    if prior.form == "root" or prior.mean.dtype == torch.float32:
+        return _condition_qr(prior, phi, innovation, keep_covariance)
+    if method == "auto":
+        method = cheaper_method(phi.shape[0], phi.shape[1], prior.form, keep_covariance)
+    route = _condition_primal if method == "primal" else _condition_dual
+    return route(prior, phi, innovation, keep_covariance)
+
+
+def cheaper_method(n: int, d: int, form: Form, keep_covariance: bool) -> Method:
+    """Route with the fewer multiplications for n rows and d features.
+
+    Counted per route: the Gram or cross product, the factorisation, the solves, and the new
+    covariance. A dense prior costs the primal route one more factorisation.
+    """
+    dual = n * n * d + n**3 / 3
+    primal = n * d * d + d**3 / 3
+    if form == "dense":
+        dual += n * d * d
+        primal += d**3 / 3 + n * d * d
+    if keep_covariance:
+        dual += n * d * d + n * n * d
+        primal += 2 * d**3
+    return "primal" if primal <= dual else "dual"
+
+
+def _condition_dual(
+    prior: Posterior, phi: Tensor, innovation: Tensor, keep_covariance: bool
+) -> Update:
+    """S = I + Phi P- Phi', gain = P- Phi' S^-1, P = P- - gain S gain'; phi is already weighted."""
+    if prior.form == "diagonal":
+        cross = prior.spread[..., :, None] * phi.mT
+    else:
+        cross = prior.spread @ phi.mT
+    identity = torch.eye(phi.shape[0], dtype=phi.dtype, device=phi.device)
+    factor = safe_cholesky(symmetrise(phi @ cross) + identity, "the innovation covariance S")
+    whitened = solve_lower(factor, innovation)
+    half_gain = solve_lower(factor, cross.mT)
+    mean = prior.mean + whitened.mT @ half_gain
+    posterior = Posterior(mean, prior.spread, prior.form)
+    if keep_covariance:
+        covariance = prior.covariance - half_gain.mT @ half_gain
+        posterior = Posterior(mean, symmetrise(covariance))
+    return Update(posterior, whitened.square().sum(-2), log_determinant(factor))
+
+
+def _condition_primal(
+    prior: Posterior, phi: Tensor, innovation: Tensor, keep_covariance: bool
+) -> Update:
+    """With P- = F F' and G = Phi F: M = I + G' G, W = W- + (F M^-1 G' E)', P = F M^-1 F'.
+
+    Written in the whitened variable, so that a prior with zero variances needs no inverse.
+    """
+    if prior.form == "diagonal":
+        root = torch.diag_embed(prior.spread.sqrt())
+        whitened_phi = phi * prior.spread.sqrt()[..., None, :]
+    else:
+        root = covariance_root(prior.spread)
+        whitened_phi = phi @ root
+    identity = torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
+    gram = symmetrise(whitened_phi.mT @ whitened_phi) + identity
+    factor = safe_cholesky(gram, "the normal matrix I + F' Phi' Phi F")
+    step = cholesky_solve(factor, whitened_phi.mT @ innovation)
+    posterior = Posterior(prior.mean + (root @ step).mT, prior.spread, prior.form)
+    if keep_covariance:
+        new_root = solve_lower(factor, root.mT)
+        posterior = Posterior(posterior.mean, symmetrise(new_root.mT @ new_root))
+    quadratic = _quadratic(whitened_phi, innovation, step)
+    return Update(posterior, quadratic, log_determinant(factor))
+
+
+def _condition_qr(
+    prior: Posterior, phi: Tensor, innovation: Tensor, keep_covariance: bool
+) -> Update:
+    """With P- = F F': [Phi F; I] = Q R, W = W- + (F R^-1 Q' [E; 0])', new root F R^-1."""
+    if prior.form == "dense":
+        prior = Posterior(prior.mean, covariance_root(prior.spread), "root")
+    root = torch.diag_embed(prior.spread.sqrt()) if prior.form == "diagonal" else prior.spread
+    n, d = phi.shape
+    whitened_phi = phi @ root
+    identity = torch.eye(d, dtype=phi.dtype, device=phi.device).expand(root.shape)
+    q, r = torch.linalg.qr(torch.cat([whitened_phi, identity], -2))
+    step = torch.linalg.solve_triangular(r, q[..., :n, :].mT @ innovation, upper=True)
+    posterior = Posterior(prior.mean + (root @ step).mT, prior.spread, prior.form)
+    if keep_covariance:
+        new_root = torch.linalg.solve_triangular(r.mT, root.mT, upper=False).mT
+        posterior = Posterior(posterior.mean, new_root, "root")
+    return Update(posterior, _quadratic(whitened_phi, innovation, step), log_determinant(r))
+
+
+def _quadratic(whitened_phi: Tensor, innovation: Tensor, step: Tensor) -> Tensor:
+    """Sum innovation' S^-1 innovation as residual plus step: two squares, so nothing cancels."""
+    residual = innovation - whitened_phi @ step
+    return residual.square().sum(-2) + step.square().sum(-2)

@@ -1,0 +1,115 @@
+"""Running mean and variance of every channel, and the scaling by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmanhead.errors import ConfigError
+
+State = dict[str, Any]
+
+
+class RunningScaler(nn.Module):
+    """Centres and scales channels by statistics learnt from the stream.
+
+    Batches are merged by the pairwise update of Chan, Golub and LeVeque (1979) in float64, so
+    1000 + 0.05 N(0, 1) in float32 batches of 8 gives 0.05 and not 0. NaN entries are left out.
+    A channel that has not varied yet is centred and not scaled.
+
+    Parameters
+    ----------
+    channels:
+        Channels, in dimension 1 of the values: columns of (n, channels), channels of
+        (n, channels, *grid), whose grid points all count as samples of their channel.
+    center:
+        Subtract the mean; without it the scale is the root mean square.
+
+    Examples
+    --------
+    >>> scaler = RunningScaler(1)
+    >>> scaler.update(torch.tensor([[1.0], [3.0]]))
+    >>> scaler(torch.tensor([[4.0]]))
+    tensor([[2.]])
+    """
+
+    def __init__(self, channels: int, *, center: bool = True) -> None:
+        super().__init__()
+        self.center = center
+        for name in ("count", "mean", "squares"):
+            self.register_buffer(name, torch.zeros(channels, dtype=torch.float64))
+        self.count: Tensor
+        self.mean: Tensor
+        self.squares: Tensor
+        self._shift = self.mean
+        self._scale = torch.ones_like(self.mean)
+
+    @property
+    def shift(self) -> Tensor:
+        """What is subtracted, (channels,), float64."""
+        return self._shift
+
+    @property
+    def scale(self) -> Tensor:
+        """What is divided by, (channels,), float64, never zero."""
+        return self._scale
+
+    @torch.no_grad()
+    def update(self, values: Tensor) -> None:
+        """Take the rows of a batch, (n, channels, *grid), into the statistics."""
+        if values.shape[0] == 0:
+            return
+        if values.shape[1] != self.count.shape[0]:
+            raise ConfigError(
+                f"values have {values.shape[1]} channels, the scaler {self.count.shape[0]}"
+            )
+        rows = values.detach().movedim(1, -1).reshape(-1, values.shape[1]).to(torch.float64)
+        mean = rows.mean(0)
+        if torch.isnan(mean).any():
+            count = (~torch.isnan(rows)).sum(0).to(torch.float64)
+            mean = rows.nansum(0) / count.clamp_min(1)
+            squares = (rows - mean).square().nansum(0)
+        else:
+            count = torch.full_like(mean, float(rows.shape[0]))
+            squares = (rows - mean).square().sum(0)
+        total = self.count + count
+        share = count / total.clamp_min(1)
+        delta = mean - self.mean
+        self.squares = self.squares + squares + delta.square() * self.count * share
+        self.mean = self.mean + delta * share
+        self.count = total
+        self._refresh()
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Scaled values, in the dtype and shape of the values."""
+        shape = (-1,) + (1,) * (values.dim() - 2)
+        scaled = (values - self._shift.view(shape)) / self._scale.view(shape)
+        return scaled.to(values.dtype)
+
+    def inverse(self, values: Tensor) -> Tensor:
+        """Values in their own units again, float64."""
+        shape = (-1,) + (1,) * (values.dim() - 2)
+        return values * self._scale.view(shape) + self._shift.view(shape)
+
+    def state(self) -> State:
+        """What must be kept to go on exactly."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state(self, state: State) -> None:
+        """Go on from what `state` returned."""
+        for name in ("count", "mean", "squares"):
+            setattr(self, name, state[name].to(self.count).clone())
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Work out shift and scale from the statistics."""
+        variance = self.squares / self.count.clamp_min(1)
+        if not self.center:
+            variance = variance + self.mean.square()
+        # A spread below the rounding of the mean itself is rounding, not signal.
+        floor = (1e-12 * self.mean).square()
+        varies = variance > floor
+        self._scale = torch.where(varies, variance, 1.0).sqrt()
+        self._shift = self.mean if self.center else torch.zeros_like(self.mean)
