@@ -92,6 +92,18 @@ def as_array(values: Any, name: str) -> Array:
     return array
 
 
+class MissingRows(Rows):
+    """Targets that nobody has measured yet: NaN throughout."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]):
+        self.name, self.shape = name, shape
+        self.dtype, self.chunk_rows = np.dtype(np.float64), 1
+
+    def fetch(self, start: int, stop: int) -> Array:
+        """Return rows of NaN."""
+        return np.full((stop - start, *self.shape[1:]), np.nan)
+
+
 class PairSource(RandomAccessSource):
     """Rows of x and y (and weights) from arrays of equal length.
 

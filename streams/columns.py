@@ -61,6 +61,8 @@ def choose_columns(
     targets: tuple[str, ...] | None,
     features: tuple[str, ...] | None,
     weight: str | None,
+    *,
+    lack_targets: bool = False,
 ) -> Columns:
     """Choose features, targets and weight by name, and check that they are numbers.
 
@@ -76,12 +78,16 @@ def choose_columns(
         if names.count(name) > 1:
             raise SourceError(f"{where}: column {name!r} is there twice; rename one of them")
     if targets is None:
-        if "y" not in names:
+        if "y" not in names and not lack_targets:
             raise SourceError(
                 f"{where}: no column named y; say which to predict with targets= (--target); "
                 f"there are {listed}"
             )
         targets = ("y",)
+    if lack_targets:
+        excluded, targets = targets, ()
+    else:
+        excluded = targets
     for name in [*targets, *(features or ()), *([weight] if weight else [])]:
         if name not in names:
             raise SourceError(f"{where}: no column {name!r}; there are {listed}")
@@ -90,9 +96,9 @@ def choose_columns(
         features = tuple(
             name
             for name in names
-            if name not in targets and name != weight and not name.startswith("__index_level_")
+            if name not in excluded and name != weight and not name.startswith("__index_level_")
         )
-    if not features or not targets:
+    if not features or not excluded:
         raise SourceError(f"{where}: no column is left to predict from; there are {listed}")
     odd = [n for n in features if not is_numeric(schema.field(n).type)]
     if odd:

@@ -39,6 +39,7 @@ class SourceOptions:
     missing_chunks: str = "refuse"
     follow: bool = False
     storage_options: dict[str, Any] | None = None
+    optional_targets: int | None = None
 
 
 Opener = Callable[[str, SourceOptions], Source]
@@ -57,6 +58,7 @@ def _open_zarr(target: str, options: SourceOptions) -> Source:
         missing_chunks=options.missing_chunks,
         follow=options.follow,
         storage_options=options.storage_options,
+        optional_targets=options.optional_targets,
     )
 
 
@@ -68,6 +70,7 @@ def _open_parquet(target: str, options: SourceOptions) -> Source:
         features=options.features,
         weight=options.weight,
         storage_options=options.storage_options,
+        optional_targets=options.optional_targets,
     )
 
 
@@ -128,6 +131,7 @@ def open_source(
     missing_chunks: str = "refuse",
     follow: bool = False,
     storage_options: dict[str, Any] | None = None,
+    optional_targets: int | None = None,
     epochs: int = 1,
     shuffle: bool | None = None,
     seed: int = 0,
@@ -164,6 +168,9 @@ def open_source(
         See `kalmanhead.streams.zarr_source.open_zarr`.
     storage_options:
         Passed to fsspec.
+    optional_targets:
+        Number of targets that rows get as missing ones where a Zarr group or Parquet files do
+        not hold them: for new rows that are only to be predicted.
     epochs, shuffle, seed, holdout, on_bad, prefetch, max_rows, window_bytes:
         See `kalmanhead.streams.stream.Stream`.
 
@@ -192,6 +199,7 @@ def open_source(
         missing_chunks,
         follow,
         storage_options,
+        optional_targets,
     )
     is_series = field is not None or isinstance(target, np.ndarray | torch.Tensor)
     return Stream(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import fsspec
@@ -77,12 +78,18 @@ class ParquetSource(RandomAccessSource):
         features: tuple[str, ...] | None = None,
         weight: str | None = None,
         storage_options: dict[str, Any] | None = None,
+        optional_targets: int | None = None,
     ):
         self.name = target
         self._fs, self.files = _find_files(target, storage_options)
         footers = [self._footer(path) for path in self.files]
         schema = footers[0].schema
-        self.columns: Columns = choose_columns(schema, target, targets, features, weight)
+        # New rows to be predicted may come without their targets.
+        absent = optional_targets and not set(targets or ("y",)) <= set(schema.names)
+        self._missing_targets = optional_targets if absent else None
+        self.columns: Columns = choose_columns(
+            schema, target, targets, features, weight, lack_targets=bool(absent)
+        )
         for path, footer in zip(self.files[1:], footers[1:], strict=True):
             self._compare(schema, path, footer.schema, every=features is None)
         groups = [
@@ -98,7 +105,7 @@ class ParquetSource(RandomAccessSource):
         self._lock = threading.Lock()
         self.spec = SourceSpec(
             (len(self.columns.x_names),),
-            (len(self.columns.y_names),),
+            (self._missing_targets or len(self.columns.y_names),),
             self.columns.x_names,
             self.columns.y_names,
             int(self._edges[-1]),
@@ -173,7 +180,10 @@ class ParquetSource(RandomAccessSource):
                 f"{self.files[file]}: row group {group} cannot be read ({one_line(error)}); the "
                 f"file is damaged, write it again"
             ) from error
-        return self.columns.block(table, lambda row: self.locate(int(self._edges[index]) + row))
+        block = self.columns.block(table, lambda row: self.locate(int(self._edges[index]) + row))
+        if self._missing_targets is None:
+            return block
+        return replace(block, y=np.full((len(block), self._missing_targets), np.nan))
 
     def _compare(self, schema: pa.Schema, path: str, other: pa.Schema, every: bool) -> None:
         wanted = schema.names if every else self.columns.stored

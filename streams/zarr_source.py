@@ -13,7 +13,7 @@ from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, WrapperStore, ZipStore
 
 from kalmanhead.errors import ConfigError, KalmanHeadError, SourceError
-from kalmanhead.streams.arrays import LeadSource, PairSource, Rows
+from kalmanhead.streams.arrays import LeadSource, MissingRows, PairSource, Rows
 from kalmanhead.streams.source import Array, Block, RandomAccessSource, Source, one_line
 
 _METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
@@ -150,6 +150,7 @@ def open_zarr(
     missing_chunks: str = "refuse",
     follow: bool = False,
     storage_options: dict[str, Any] | None = None,
+    optional_targets: int | None = None,
 ) -> Source:
     """Open a Zarr group as a source of rows.
 
@@ -169,6 +170,8 @@ def open_zarr(
         Take the complete rows of a group that is still being written, the shorter of x and y.
     storage_options:
         Passed to fsspec.
+    optional_targets:
+        If the group has no array y, give rows with so many missing target channels; needs `dims`.
 
     Raises
     ------
@@ -180,11 +183,15 @@ def open_zarr(
 
     def reopen() -> RandomAccessSource:
         group = _open_group(target, missing_chunks == "refuse", storage_options)
-        found = {
-            name: ZarrRows(_array(group, name, target), name, target)
-            for name in ([field] if field else [x, y, *([weight] if weight else [])])
-        }
+        unmeasured = optional_targets is not None and not field and y not in group
+        names = (
+            [field] if field else [x, *([] if unmeasured else [y]), *([weight] if weight else [])]
+        )
+        found = {name: ZarrRows(_array(group, name, target), name, target) for name in names}
         rows: dict[str, Rows] = dict(found)
+        if unmeasured:
+            grid = found[x].shape[len(found[x].shape) - (dims or 0) :]
+            rows[y] = MissingRows(y, (found[x].shape[0], optional_targets or 0, *grid))
         if follow:
             rows = {name: _FirstRows(r, r.complete_rows()) for name, r in found.items()}
         if field:

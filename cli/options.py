@@ -1,0 +1,220 @@
+"""Options that commands share, and the configuration file behind them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kalmanhead.config import HEADS
+from kalmanhead.errors import ConfigError
+from kalmanhead.streams import Stream, open_source
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+POSITIVE = click.IntRange(min=1)
+RATE = click.FloatRange(min=0, max=1)
+
+
+def apply(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Put several options on a command, in the order in which they are to be listed."""
+
+    def decorate(command: Command) -> Command:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """Take a TOML file's values as the options' defaults; unknown keys are refused."""
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} is not a TOML file that can be read: {error}") from error
+    known = {p.name for p in context.command.params if p.name not in ("config", "run")}
+    options = {key.replace("-", "_"): value for key, value in values.items()}
+    for key in options:
+        if key not in known:
+            raise ConfigError(
+                f"{path}: key {key!r} is no option of `kalmanhead {context.info_name}`; there are "
+                f"{', '.join(sorted(name for name in known if name))}"
+            )
+    context.default_map = {**(context.default_map or {}), **options}
+
+
+config_option = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=read_config,
+    help="TOML file with any of these options; flags win over it.",
+)
+
+source_options = apply(
+    click.option(
+        "--source",
+        required=True,
+        help="Zarr group, Parquet file, directory or glob, URL, river:NAME or river.synth:NAME.",
+    ),
+    click.option("--x", default="x", show_default=True, help="Zarr: array of the inputs."),
+    click.option("--y", default="y", show_default=True, help="Zarr: array of the targets."),
+    click.option("--field", help="Zarr: one array whose row t predicts row t + LEAD."),
+    click.option("--lead", type=POSITIVE, default=1, show_default=True, help="With --field."),
+    click.option("--target", multiple=True, help="Parquet: column to predict; may be repeated."),
+    click.option("--feature", multiple=True, help="Column to predict from; default: all others."),
+    click.option("--weight", help="Array or column of the row weights."),
+    click.option(
+        "--dims", type=click.IntRange(0, 2), help="0: rows are vectors; 1 or 2: fields on a grid."
+    ),
+    click.option(
+        "--missing-chunks",
+        type=click.Choice(["refuse", "fill"]),
+        default="refuse",
+        show_default=True,
+        help="Zarr: what to do with a chunk that is not there.",
+    ),
+    click.option(
+        "--batch-size", type=POSITIVE, default=32, show_default=True, help="Rows per batch."
+    ),
+    click.option(
+        "--on-bad",
+        type=click.Choice(["stop", "skip"]),
+        default="stop",
+        show_default=True,
+        help="What to do with a row that holds NaN or infinity.",
+    ),
+)
+
+pass_options = apply(
+    click.option(
+        "--epochs", type=POSITIVE, default=1, show_default=True, help="Passes over the source."
+    ),
+    click.option(
+        "--shuffle/--no-shuffle",
+        default=None,
+        help="Random order in each pass; by default when there are several passes.",
+    ),
+    click.option(
+        "--holdout",
+        type=click.FloatRange(min=0),
+        default=0,
+        help="Last rows (or a fraction of all) that are not learnt but scored at the end.",
+    ),
+    click.option("--max-batches", type=POSITIVE, help="Stop after so many batches."),
+    click.option("--max-rows", type=POSITIVE, help="Use only so many rows of the source."),
+)
+
+model_options = apply(
+    click.option(
+        "--backbone",
+        default="auto",
+        show_default=True,
+        help="auto, linear, mlp, fno, or module:path.to:factory.",
+    ),
+    click.option("--width", type=POSITIVE, help="Width of the backbone."),
+    click.option("--depth", type=POSITIVE, help="Layers of the backbone."),
+    click.option("--modes", type=POSITIVE, help="Fourier modes of the backbone."),
+    click.option("--skip/--no-skip", default=False, help="Inputs among the head's features."),
+    click.option(
+        "--head", type=click.Choice(HEADS), default="auto", show_default=True, help="Last layer."
+    ),
+    click.option("--lam", type=click.FloatRange(min=0, min_open=True), help="Prior precision."),
+    click.option("--eta", type=RATE, help="Rate of --head drift."),
+    click.option("--gamma", type=RATE, help="Forgetting factor of --head forget."),
+    click.option(
+        "--lambda-scale",
+        type=click.Choice(["sum", "mean"]),
+        default="sum",
+        show_default=True,
+        help="Whether lambda stands against a sum or a mean over rows.",
+    ),
+    click.option(
+        "--order",
+        type=click.Choice(["head-first", "backbone-first"]),
+        default="head-first",
+        show_default=True,
+        help="What is updated first on a batch.",
+    ),
+    click.option(
+        "--optimizer",
+        type=click.Choice(["adam", "sgd"]),
+        default="adam",
+        show_default=True,
+        help="Of the backbone.",
+    ),
+    click.option("--lr", type=click.FloatRange(min=0), help="Learning rate of the backbone."),
+    click.option(
+        "--clip", type=click.FloatRange(min=0, min_open=True), help="Largest gradient norm."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float64", "float32"]),
+        default="float64",
+        show_default=True,
+        help="Of the head's state.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+        default="auto",
+        show_default=True,
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+)
+
+keep_options = apply(
+    click.option(
+        "--checkpoint-every",
+        type=POSITIVE,
+        default=200,
+        show_default=True,
+        help="Batches between checkpoints.",
+    ),
+    click.option(
+        "--keep", type=POSITIVE, default=3, show_default=True, help="Checkpoints that are kept."
+    ),
+)
+
+quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Last line on stdout is one JSON object."
+)
+run_argument = click.argument("run", type=click.Path(path_type=Path))
+trust_option = click.option(
+    "--trust-code",
+    is_flag=True,
+    help="Import the module that the run's configuration names as its backbone.",
+)
+
+
+def open_stream(options: dict[str, Any], **changes: Any) -> Stream:
+    """Open the source that the options of a run describe."""
+    values = {**options, **changes}
+    return open_source(
+        values["source"],
+        values["batch_size"],
+        x=values["x"],
+        y=values["y"],
+        weight=values["weight"],
+        field=values["field"],
+        lead=values["lead"],
+        targets=values["target"] or None,
+        features=values["feature"] or None,
+        dims=values["dims"],
+        missing_chunks=values["missing_chunks"],
+        on_bad=values["on_bad"],
+        epochs=values["epochs"],
+        shuffle=values["shuffle"],
+        seed=values["seed"],
+        holdout=values["holdout"],
+        max_rows=values["max_rows"],
+        optional_targets=values.get("optional_targets"),
+    )

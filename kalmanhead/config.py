@@ -1,0 +1,228 @@
+"""The options of a model as one plain value, and the learner that they describe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from kalmanhead.backbones import load_factory, make_backbone
+from kalmanhead.errors import ConfigError
+from kalmanhead.head import Head, KalmanHead
+from kalmanhead.learner import OnlineLearner, OptimizerFactory, Order, adam, sgd
+from kalmanhead.trained_head import TrainedHead
+
+HEADS = ("auto", "reset", "drift", "forget", "static", "ridge", "adam", "sgd")
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What kind of learner, in plain values that a configuration file can hold.
+
+    Attributes
+    ----------
+    backbone:
+        `auto` (by the shape of the rows), `linear`, `mlp`, `fno`, or `module:path.to:factory`.
+    width, depth, modes:
+        Size of the backbone; None for its default.
+    skip:
+        Put the scaled inputs among the head's features.
+    head:
+        `auto`, a transition of `KalmanHead`, or `adam` / `sgd`: the whole network trained by
+        that optimiser, last layer included.
+    lam, eta, gamma, lambda_scale:
+        Prior precision lambda, rate of `drift`, factor of `forget`, and whether lambda stands
+        against a sum or a mean over rows.
+    order:
+        `head-first` or `backbone-first`.
+    optimizer, lr, clip:
+        Of the backbone: `adam` or `sgd` (momentum 0.9), learning rate, largest gradient norm.
+    dtype:
+        Of the head's state.
+    device:
+        `auto`, `cpu`, `cuda` or `mps`.
+    seed:
+        Of the initial weights.
+    """
+
+    backbone: str = "auto"
+    width: int | None = None
+    depth: int | None = None
+    modes: int | None = None
+    skip: bool = False
+    head: str = "auto"
+    lam: float | None = None
+    eta: float | None = None
+    gamma: float | None = None
+    lambda_scale: str = "sum"
+    order: str = "head-first"
+    optimizer: str = "adam"
+    lr: float | None = None
+    clip: float | None = None
+    dtype: str = "float64"
+    device: str = "auto"
+    seed: int = 0
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Pick this configuration's options out of a larger mapping."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in options.items() if name in names})
+
+
+def choose_device(name: str) -> torch.device:
+    """Device by name; `auto` takes CUDA where there is one.
+
+    Raises
+    ------
+    ConfigError
+        The device is not available here.
+    """
+    available = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if name == "auto":
+        return torch.device("cuda" if available["cuda"] else "cpu")
+    if not available.get(name, False):
+        here = ", ".join(known for known, there in available.items() if there)
+        raise ConfigError(f"device {name!r} is not available: choose auto or one of {here}")
+    return torch.device(name)
+
+
+def build_learner(
+    config: ModelConfig,
+    x_shape: tuple[int, ...],
+    y_shape: tuple[int, ...],
+    grid_dims: int = 0,
+) -> OnlineLearner:
+    """Build the learner that a configuration describes.
+
+    Parameters
+    ----------
+    config:
+        The options.
+    x_shape, y_shape:
+        Shape of one row: (d,) and (k,) for vectors, (channels, *grid) for fields.
+    grid_dims:
+        Grid dimensions: 0 for vectors, 1 or 2 for fields.
+
+    Raises
+    ------
+    ConfigError
+        Options or shapes that do not go together.
+
+    Examples
+    --------
+    >>> learner = build_learner(ModelConfig(width=8), (3,), (1,))
+    >>> learner.head.in_features
+    8
+    """
+    device = choose_device(config.device)
+    factory = _optimizer(config)
+
+    def make_head(
+        in_features: int, out_features: int, *, bias: bool = True, feature_dim: int = -1
+    ) -> Head:
+        return _make_head(config, in_features, out_features, bias, feature_dim, device)
+
+    options: dict[str, Any] = {
+        "skip": config.skip,
+        "order": _order(config.order),
+        "clip": config.clip,
+    }
+    if config.backbone.startswith("module:"):
+        model = _call_factory(config, x_shape, y_shape)
+        learner = OnlineLearner.wrap(
+            model.to(device), factory, head=make_head, scale_x=True, **options
+        )
+        learner.in_target_units = False
+        return learner
+    backbone = make_backbone(
+        config.backbone,
+        x_shape,
+        grid_dims,
+        width=config.width,
+        depth=config.depth,
+        modes=config.modes,
+        seed=config.seed,
+    ).to(device)
+    features = int(backbone.out_features) + (x_shape[0] if config.skip else 0)  # type: ignore[arg-type]
+    feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
+    head = make_head(features, y_shape[0], feature_dim=feature_dim)
+    return OnlineLearner(backbone, head, factory, **options)
+
+
+def _make_head(
+    config: ModelConfig,
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    feature_dim: int,
+    device: torch.device,
+) -> Head:
+    if config.head not in HEADS:
+        raise ConfigError(f"head {config.head!r} is unknown: choose one of {', '.join(HEADS)}")
+    if config.dtype not in DTYPES:
+        raise ConfigError(f"dtype {config.dtype!r} is unknown: choose float64 or float32")
+    if config.head in ("adam", "sgd"):
+        return TrainedHead(
+            in_features,
+            out_features,
+            bias,
+            feature_dim=feature_dim,
+            seed=config.seed,
+            device=device,
+        )
+    # Metal has no float64.
+    dtype = torch.float32 if device.type == "mps" else DTYPES[config.dtype]
+    return KalmanHead(
+        in_features,
+        out_features,
+        bias,
+        transition="reset" if config.head == "auto" else config.head,
+        eta=config.eta,
+        gamma=config.gamma,
+        prior_precision=_default(config.lam, 100.0 if feature_dim == 1 else 10.0),
+        lambda_scale=config.lambda_scale,  # type: ignore[arg-type]
+        feature_dim=feature_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _optimizer(config: ModelConfig) -> OptimizerFactory:
+    name = config.head if config.head in ("adam", "sgd") else config.optimizer
+    makers: dict[str, tuple[Callable[[float], OptimizerFactory], float]] = {
+        "adam": (adam, 3e-3),
+        "sgd": (sgd, 1e-2),
+    }
+    if name not in makers:
+        raise ConfigError(f"optimizer {name!r} is unknown: choose adam or sgd")
+    maker, lr = makers[name]
+    lr = _default(config.lr, lr)
+    if not lr >= 0:
+        raise ConfigError(f"lr is {lr}: give a learning rate of at least 0")
+    return maker(lr)
+
+
+def _order(name: str) -> Order:
+    if name in ("head-first", "backbone-first"):
+        return name  # type: ignore[return-value]
+    raise ConfigError(f"order is {name!r}: choose head-first or backbone-first")
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _call_factory(
+    config: ModelConfig, x_shape: tuple[int, ...], y_shape: tuple[int, ...]
+) -> nn.Module:
+    return load_factory(config.backbone.removeprefix("module:"))(x_shape, y_shape)

@@ -1,0 +1,128 @@
+"""The loop: what is scored, what is learnt when, what a checkpoint of it holds."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from kalmanhead import checkpoint
+from kalmanhead.batch import Batch, Cursor
+from kalmanhead.config import HEADS, ModelConfig, build_learner
+from kalmanhead.engine import Progress, evaluate, learn_stream
+from kalmanhead.errors import ConfigError
+from kalmanhead.streams import open_source
+
+
+def arrays(rows=100, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(rows, 3))
+    return x, np.sin(x[:, :1]) + 0.1 * rng.normal(size=(rows, 1))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_cutting_a_run_anywhere_changes_no_bit(head, tmp_path):
+    def make():
+        return build_learner(ModelConfig(head=head, width=8, skip=True), (3,), (1,))
+
+    def stream():
+        return open_source(arrays(), batch_size=16, epochs=2, seed=3)
+
+    whole, end = make(), Progress()
+    assert learn_stream(whole, stream(), end)
+    first, progress = make(), Progress()
+    assert not learn_stream(first, stream(), progress, max_batches=5)
+    state = {"learner": first.state(), "progress": progress.state()}
+    checkpoint.save(tmp_path / "c.safetensors", state, kind="run")
+    loaded = checkpoint.load(tmp_path / "c.safetensors")
+    second, resumed = make(), Progress()
+    second.load_state(loaded["learner"])
+    resumed.load_state(loaded["progress"])
+    assert learn_stream(second, stream().iterate(resumed.cursor), resumed)
+    x = torch.as_tensor(arrays()[0])
+    assert torch.equal(second.predict(x), whole.predict(x))
+    keep = ("rows", "batches", "prequential", "recent")
+    assert {k: resumed.summary()[k] for k in keep} == {k: end.summary()[k] for k in keep}
+    assert end.rows == 200
+
+
+def test_every_row_is_scored_before_it_is_learnt():
+    learner = build_learner(ModelConfig(backbone="linear", head="static"), (1,), (1,))
+    x = torch.ones(4, 1)
+    progress = Progress()
+    seen = []
+    batches = [Batch(x, torch.full((4, 1), 5.0)), Batch(x, torch.full((4, 1), 5.0))]
+    learn_stream(
+        learner, batches, progress, on_batch=[lambda p, b, y: seen.append(float(y.mean()))]
+    )
+    assert seen[0] == 0
+    assert abs(seen[1] - 5) < 1
+
+
+def test_a_target_with_a_lead_is_learnt_only_when_its_time_has_come():
+    learner = build_learner(ModelConfig(backbone="linear", head="static", lam=1e-6), (1,), (1,))
+    series = np.zeros((40, 1))
+    series[20:] = 100.0
+    stream = open_source(series, batch_size=1, lead=5)
+    predictions = []
+    learn_stream(
+        learner, stream, Progress(), on_batch=[lambda p, b, y: predictions.extend(y[:, 0].tolist())]
+    )
+    # The value 100 is first seen at time 20, so nothing may foresee it in rows 15 ... 19.
+    assert np.abs(predictions[:20]).max() < 1e-6
+    assert len(predictions) == 35
+
+
+def test_the_loop_stops_when_asked_and_closes_its_source():
+    closed = []
+
+    def batches():
+        try:
+            while True:
+                yield Batch(torch.ones(2, 1), torch.ones(2, 1), cursor=Cursor(0, 2))
+        finally:
+            closed.append(True)
+
+    learner = build_learner(ModelConfig(backbone="linear"), (1,), (1,))
+    progress = Progress()
+    asked = iter([False, False, True])
+    assert not learn_stream(learner, batches(), progress, should_stop=lambda: next(asked))
+    assert progress.batches == 3
+    assert closed == [True]
+
+
+def test_evaluating_learns_nothing():
+    learner = build_learner(ModelConfig(width=8), (3,), (1,))
+    learn_stream(learner, open_source(arrays(), 20), Progress())
+    before = copy.deepcopy(learner.state())
+    metrics = evaluate(learner, open_source(arrays(seed=1), 20), field=False)
+    assert metrics.summary()["rows"] == 100
+    torch.testing.assert_close(learner.state(), before, rtol=0, atol=0)
+
+
+def test_bad_rows_are_counted():
+    x, y = arrays()
+    x[[3, 50], 1] = np.nan
+    progress = Progress()
+    learner = build_learner(ModelConfig(width=8), (3,), (1,))
+    learn_stream(learner, open_source((x, y), 16, on_bad="skip"), progress)
+    assert progress.summary()["bad_rows"] == 2
+    assert progress.rows == 98
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "lasso"}, "head 'lasso' is unknown"),
+        ({"optimizer": "rmsprop"}, "choose adam or sgd"),
+        ({"order": "both"}, "head-first or backbone-first"),
+        ({"dtype": "float16"}, "float64 or float32"),
+        ({"device": "tpu"}, "choose auto or one of cpu"),
+        ({"backbone": "transformer"}, "transformer"),
+        ({"lr": -1.0}, "lr is -1"),
+        ({"lam": -1.0}, "must be positive"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build_learner(ModelConfig(**options), (3,), (1,))
