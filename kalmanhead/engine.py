@@ -44,7 +44,7 @@ class Progress:
     def state(self) -> State:
         """What must be kept to go on exactly: plain values and tensors."""
         return {
-            "metrics": self.metrics.state_dict(),
+            "metrics": self.metrics.state(),
             "batches": self.batches,
             "rows": self.rows,
             "bad_rows": self.bad_rows,
@@ -55,7 +55,7 @@ class Progress:
 
     def load_state(self, state: State) -> None:
         """Go on from what `state` returned."""
-        self.metrics.load_state_dict(state["metrics"])
+        self.metrics.load_state(state["metrics"])
         self.batches, self.rows = state["batches"], state["rows"]
         self.bad_rows, self.seconds = state["bad_rows"], state["seconds"]
         self.cursor = Cursor(state["epoch"], state["row"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +23,7 @@ from kalmanhead.layout import (
 )
 from kalmanhead.linalg import symmetrise
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
-from kalmanhead.posterior import Posterior, Update, condition
+from kalmanhead.posterior import Form, Posterior, Update, condition
 from kalmanhead.transition import Transition, make_transition
 
 State = dict[str, Any]
@@ -34,6 +36,11 @@ class Head(Protocol):
     out_features: int
     feature_dim: int
     has_bias: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """W, (k, d); the constant's weight comes first."""
+        ...
 
     def __call__(self, phi: Tensor) -> Tensor:
         """Predictions W phi, differentiable in phi and in nothing else that is solved for."""
@@ -150,32 +157,18 @@ class KalmanHead(nn.Module):
             )
         if not (precision > 0).all():
             raise ConfigError("prior_precision must be positive; infinity switches a feature off")
-        self.prior_variance: Tensor
-        self.register_buffer("prior_variance", 1 / precision.expand(d), persistent=False)
-        self._names = ("mean", "spread", "noise_shape", "noise_rate")
+        self.prior_variance = 1 / precision.expand(d)
+        mean = torch.zeros(out_features, d, dtype=dtype, device=device)
+        self.posterior = Posterior(mean, *self._initial_spread())
         ones = torch.ones(out_features, dtype=dtype, device=device)
-        self.register_buffer("mean", torch.zeros(out_features, d, dtype=dtype, device=device))
-        self.register_buffer("spread", self._initial_spread(1.0))
-        self.register_buffer("noise_shape", ones)
-        self.register_buffer("noise_rate", ones.clone())
-        self.mean: Tensor
-        self.spread: Tensor
-        self.noise_shape: Tensor
-        self.noise_rate: Tensor
+        self.noise = Noise(ones, ones)
         self.rows_seen = 0.0
         self.last_rows = 1.0
 
     @property
     def weight(self) -> Tensor:
         """W, (k, d); the constant's weight comes first."""
-        return self.mean
-
-    @property
-    def posterior(self) -> Posterior:
-        """Belief after the last batch (before any: the prior)."""
-        if not self.transition.remembers:
-            return Posterior(self.mean, self.spread, "diagonal")
-        return Posterior(self.mean, self.spread, self._form)
+        return self.posterior.mean
 
     @property
     def covariance(self) -> Tensor:
@@ -185,14 +178,9 @@ class KalmanHead(nn.Module):
         """
         return self._prior(self.last_rows).covariance
 
-    @property
-    def noise(self) -> Noise:
-        """Belief about the noise variance of each output, in the target's units."""
-        return Noise(self.noise_shape, self.noise_rate)
-
     def forward(self, phi: Tensor) -> Tensor:
         """Predictions W phi: (*, d) -> (*, k), or (n, d, *grid) -> (n, k, *grid)."""
-        return linear_outputs(self.mean, phi, self.has_bias, self.feature_dim)
+        return linear_outputs(self.weight, phi, self.has_bias, self.feature_dim)
 
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
@@ -213,35 +201,30 @@ class KalmanHead(nn.Module):
         NumericalError
             A feature or an infinite target that cannot be learnt from; the state is untouched.
         """
-        rows, targets, weights = self._rows(phi, y, weight)
+        check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
+        rows, targets = self._rows(phi), as_rows(y.detach(), self.feature_dim).to(self.weight)
+        weights = point_weights(weight, phi, self.feature_dim)
+        if weights is not None:
+            weights = weights.to(self.weight)
         if rows.shape[0] == 0:
             return
-        prior_mean_prediction = rows @ self.mean.mT
-        targets, weights, counted = fill_missing(targets, prior_mean_prediction, weights)
+        targets, weights, counted = fill_missing(targets, rows @ self.weight.mT, weights)
         total = float(counted.max())
-        if total == 0:
-            return
-        update = condition(
-            self._prior(total),
-            rows,
-            targets,
-            weights,
-            keep_covariance=self.transition.remembers,
-        )
-        self._accept(update, counted, total)
+        if total > 0:
+            keep = self.transition.remembers
+            prior = self._prior(total)
+            update = condition(prior, rows, targets, weights, keep_covariance=keep)
+            self._accept(update, counted, total)
 
     @torch.no_grad()
     def predict_dist(self, phi: Tensor) -> Predictive:
         """Student t for the targets of the next batch, shaped as `forward`'s output."""
-        rows = self._with_constant(as_rows(phi, self.feature_dim).to(self.mean.dtype))
+        rows = self._rows(phi)
         spread = self._prior(self.last_rows).variance_of(rows)[:, None]
         scale = (self.noise.variance * (1 + spread)).sqrt()
-        mean = as_outputs(rows @ self.mean.mT, phi, self.feature_dim)
-        dof = (2 * self.noise_shape).expand(scale.shape)
+        dof = (2 * self.noise.shape).expand(scale.shape)
         return Predictive(
-            mean,
-            as_outputs(scale, phi, self.feature_dim),
-            as_outputs(dof, phi, self.feature_dim),
+            *(as_outputs(v, phi, self.feature_dim) for v in (rows @ self.weight.mT, scale, dof))
         )
 
     @torch.no_grad()
@@ -251,7 +234,8 @@ class KalmanHead(nn.Module):
         if self.has_bias:
             zero = torch.zeros_like(weight[:, 0])
             parts = [(zero if bias is None else bias)[:, None], weight]
-        self.mean = torch.cat(parts, 1).detach().to(self.mean).clone()
+        mean = torch.cat(parts, 1).detach().to(self.weight).clone()
+        self.posterior = replace(self.posterior, mean=mean)
 
     @torch.no_grad()
     def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
@@ -259,9 +243,9 @@ class KalmanHead(nn.Module):
 
         P is in units of the noise variance and stays; predictions are the same as before.
         """
-        self.mean = rescaled_weight(self.mean, ratio, offset, self.has_bias)
-        square = ratio.to(self.mean).square()
-        self.noise_rate = self.noise_rate * square
+        mean = rescaled_weight(self.weight, ratio, offset, self.has_bias)
+        self.posterior = replace(self.posterior, mean=mean)
+        self.noise = replace(self.noise, rate=self.noise.rate * ratio.to(mean).square())
 
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
@@ -271,21 +255,26 @@ class KalmanHead(nn.Module):
         are A times the new ones; predictions are the same as before.
         """
         p = ratio.shape[0]
-        change = torch.eye(self.mean.shape[1], dtype=self.mean.dtype, device=self.mean.device)
-        change[1 : p + 1, 0] = offset.to(self.mean)
-        change[1 : p + 1, 1 : p + 1] = torch.diag(ratio.to(self.mean))
-        self.mean = self.mean @ change
-        if not self.transition.remembers:
-            return
-        if self._form == "root":
-            self.spread = change.mT @ self.spread
-        else:
-            self.spread = symmetrise(change.mT @ self.spread @ change)
+        change = torch.eye(self.weight.shape[1]).to(self.weight)
+        change[1 : p + 1, 0] = offset.to(self.weight)
+        change[1 : p + 1, 1 : p + 1] = torch.diag(ratio.to(self.weight))
+        mean, spread, form = self.weight @ change, self.posterior.spread, self.posterior.form
+        if form == "root":
+            spread = change.mT @ spread
+        elif form == "dense":
+            spread = symmetrise(change.mT @ spread @ change)
+        self.posterior = Posterior(mean, spread, form)
 
     def state(self) -> State:
         """What must be kept to go on exactly."""
-        tensors = {name: getattr(self, name) for name in self._names}
-        return {**tensors, "rows_seen": self.rows_seen, "last_rows": self.last_rows}
+        return {
+            "mean": self.posterior.mean,
+            "spread": self.posterior.spread,
+            "noise_shape": self.noise.shape,
+            "noise_rate": self.noise.rate,
+            "rows_seen": self.rows_seen,
+            "last_rows": self.last_rows,
+        }
 
     def load_state(self, state: State) -> None:
         """Go on from what `state` returned.
@@ -295,25 +284,28 @@ class KalmanHead(nn.Module):
         ConfigError
             The state belongs to a head of another shape.
         """
-        for name in self._names:
-            mine = getattr(self, name)
-            if mine.shape != state[name].shape:
+        mine = self.state()
+        for name in ("mean", "spread", "noise_shape"):
+            if mine[name].shape != state[name].shape:
                 raise ConfigError(
                     f"the saved head has {name} of shape {tuple(state[name].shape)}, this one "
-                    f"{tuple(mine.shape)}: build the head with the options it was saved under"
+                    f"{tuple(mine[name].shape)}: build the head with the options it was saved under"
                 )
-            setattr(self, name, state[name].to(mine).clone())
+        self._take({k: v.to(mine[k]).clone() for k, v in state.items() if isinstance(v, Tensor)})
         self.rows_seen, self.last_rows = state["rows_seen"], state["last_rows"]
 
-    @property
-    def _form(self) -> Literal["dense", "root"]:
-        return "root" if self.mean.dtype == torch.float32 else "dense"
+    def _take(self, tensors: dict[str, Tensor]) -> None:
+        self.posterior = Posterior(tensors["mean"], tensors["spread"], self.posterior.form)
+        self.noise = Noise(tensors["noise_shape"], tensors["noise_rate"])
 
-    def _initial_spread(self, rows: float) -> Tensor:
-        variance = self._variance(rows)
+    def _initial_spread(self) -> tuple[Tensor, Form]:
+        """Spread before any data: no d x d matrix where none is remembered."""
+        variance = self._variance(1.0)
         if not self.transition.remembers:
-            return variance.clone()
-        return torch.diag_embed(variance if self._form == "dense" else variance.sqrt())
+            return variance.clone(), "diagonal"
+        if variance.dtype == torch.float32:
+            return torch.diag_embed(variance.sqrt()), "root"
+        return torch.diag_embed(variance), "dense"
 
     def _variance(self, rows: float) -> Tensor:
         """Prior variance 1 / lambda of each feature, (d,), for a batch of so many rows."""
@@ -323,43 +315,36 @@ class KalmanHead(nn.Module):
         """Belief before a batch of so many rows."""
         variance = self._variance(rows)
         if self.rows_seen == 0:
-            return Posterior(self.mean, variance, "diagonal")
+            return Posterior(self.weight, variance, "diagonal")
         return self.transition.predict(self.posterior, variance)
 
     def _accept(self, update: Update, counted: Tensor, total: float) -> None:
         """Take over a belief, after making sure that it is one."""
         posterior = update.posterior
-        if not torch.isfinite(posterior.mean).all():
+        if not math.isfinite(posterior.mean.sum()):
             raise NumericalError(
                 "the solve gave NaN or infinity: a feature or a target of this batch is not "
                 "finite; nothing was learnt from it"
             )
+        if not self.transition.remembers:
+            posterior = replace(self.posterior, mean=posterior.mean)
+        self.posterior = posterior
         discount = noise_discount(total, self.rows_seen, self.noise_memory)
-        noise = update_noise(self.noise, update.quadratic, counted, discount)
-        self.mean = posterior.mean
-        if self.transition.remembers:
-            self.spread = posterior.spread
-        self.noise_shape, self.noise_rate = noise.shape, noise.rate
+        self.noise = update_noise(self.noise, update.quadratic, counted, discount)
         self.rows_seen += total
         self.last_rows = total
 
-    def _with_constant(self, rows: Tensor) -> Tensor:
+    def _rows(self, phi: Tensor) -> Tensor:
+        """Features as rows in the dtype of the state, behind the constant, (rows, d)."""
+        rows = as_rows(phi.detach(), self.feature_dim).to(self.weight.dtype)
         if not self.has_bias:
             return rows
         return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
 
-    def _rows(
-        self, phi: Tensor, y: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
-        rows = as_rows(phi.detach(), self.feature_dim).to(self.mean.dtype)
-        targets = as_rows(y.detach(), self.feature_dim).to(self.mean)
-        weights = point_weights(weight, phi, self.feature_dim)
-        if weights is not None:
-            weights = weights.to(self.mean)
-        return self._with_constant(rows), targets, weights
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KalmanHead:
         """Follow a move to another device, but keep the dtype: `model.float()` is for backbones."""
-        super()._apply(lambda t: fn(t).to(t.dtype), recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        tensors = {k: v for k, v in self.state().items() if isinstance(v, Tensor)}
+        self._take({name: fn(value).to(value.dtype) for name, value in tensors.items()})
+        self.prior_variance = fn(self.prior_variance).to(self.prior_variance.dtype)
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -116,6 +117,7 @@ class OnlineLearner(nn.Module):
         self.y_scaler: RunningScaler | None = None
         self.mode_matters: bool | None = None
         self.batches = 0
+        self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
         self.in_target_units = False
         self.eval()
 
@@ -257,7 +259,7 @@ class OnlineLearner(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the head lies."""
-        return next(t for t in [*self.parameters(), *self.buffers()]).device
+        return self.head.weight.device
 
     def _learn(self, batch: _Pass) -> None:
         """Solve the head and step the backbone, in the learner's order."""
@@ -278,7 +280,7 @@ class OnlineLearner(nn.Module):
         loss = squared_loss(self.head(batch.phi), batch.y, batch.weight)
         if loss is None:
             return
-        if not torch.isfinite(loss):
+        if not math.isfinite(loss.detach()):
             raise NumericalError(
                 "the backbone's loss is not finite: its weights have diverged; lower the learning "
                 "rate or clip the gradient"
@@ -294,7 +296,7 @@ class OnlineLearner(nn.Module):
         scaled_x = self._scaled_x(x)
         scaled_y = y.to(self.device)
         if self.y_scaler is not None:
-            scaled_y = self.y_scaler(scaled_y.to(torch.float64))
+            scaled_y = self.y_scaler(scaled_y)
         if weight is not None:
             weight = weight.to(self.device)
         if self.mode_matters is None:
@@ -310,10 +312,11 @@ class OnlineLearner(nn.Module):
     def _new_scalers(
         self, x: Tensor, y: Tensor
     ) -> tuple[RunningScaler | None, RunningScaler | None]:
-        x_scaler = RunningScaler(x.shape[1]).to(self.device) if self.scale_x else None
+        x_scaler = RunningScaler(x.shape[1], device=self.device) if self.scale_x else None
         y_scaler = None
         if self.scale_y:
-            y_scaler = RunningScaler(y.shape[1], center=self.head.has_bias).to(self.device)
+            center = self.head.has_bias
+            y_scaler = RunningScaler(y.shape[1], center=center, device=self.device)
         return x_scaler, y_scaler
 
     def _follow_scales(self, x: Tensor, y: Tensor, start: bool = False) -> None:
@@ -341,8 +344,7 @@ class OnlineLearner(nn.Module):
         x = x.to(self.device)
         if self.x_scaler is not None:
             x = self.x_scaler(x)
-        dtype = next((p.dtype for p in self.backbone.parameters()), torch.float32)
-        return x.to(dtype)
+        return x.to(self.dtype)
 
     def _features(self, scaled_x: Tensor) -> Tensor:
         """Features of the head: the scaled inputs, if asked for, and the backbone's."""
@@ -387,9 +389,10 @@ def check_values(x: Tensor, y: Tensor) -> None:
             f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}: give (n, ...) each, with the "
             "same n and at least two dimensions"
         )
-    if not torch.isfinite(x).all():
+    # A sum is finite only if every entry is; that it may overflow is looked into below.
+    if not math.isfinite(x.sum()) and not torch.isfinite(x).all():
         raise ConfigError(f"x holds NaN or infinity in {_first_bad(~torch.isfinite(x))}")
-    if torch.isinf(y).any():
+    if not math.isfinite(y.sum()) and torch.isinf(y).any():
         raise ConfigError(
             f"y holds infinity in {_first_bad(torch.isinf(y))}; a missing target is NaN"
         )
@@ -422,6 +425,6 @@ def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
 def _restored(state: State | None, center: bool, device: torch.device) -> RunningScaler | None:
     if state is None:
         return None
-    scaler = RunningScaler(state["count"].shape[0], center=center).to(device)
+    scaler = RunningScaler(state["count"].shape[0], center=center, device=device)
     scaler.load_state(state)
     return scaler

@@ -8,6 +8,7 @@ never taken as ``E[y^2] - E[y]^2``, which loses all digits on targets such as 10
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,9 @@ class _Tally:
     @classmethod
     def empty(cls, outputs: int) -> _Tally:
         return cls(0, 0, np.zeros((5, outputs)), np.zeros(5))
+
+    def copy(self) -> _Tally:
+        return _Tally(self.rows, self.missing, self.table.copy(), self.field.copy())
 
     def merge(self, other: _Tally) -> None:
         """Take in the rows of another tally, in place."""
@@ -123,6 +127,7 @@ class Metrics:
         self._open: _Tally | None = None
         self._window: deque[_Tally] = deque()
         self._window_total = 0
+        self._newest: _Tally | None = None
 
     def update(
         self,
@@ -141,6 +146,7 @@ class Metrics:
                 f"predictions {tuple(prediction.shape)} and targets {tuple(target.shape)} "
                 "must have the same shape, rows first"
             )
+        self._newest = None
         if target.numel() == 0:
             return
         batch = _tally(_as_array(prediction), _as_array(target), self.field)
@@ -156,8 +162,27 @@ class Metrics:
             self._open = batch
         else:
             self._open.merge(batch)
+        self._newest = batch.copy() if self._open is batch else batch
         if self._open.rows * _BLOCKS >= self.window_rows:
             self._close_block()
+
+    def newest(self) -> dict[str, float | None]:
+        """Errors of the newest batch alone: ``rmse`` and ``mae``, for fields ``relative_l2``.
+
+        Much cheaper than `summary`, so that it can be written down for every batch. Not part of
+        the saved state.
+        """
+        batch = self._newest
+        table = np.zeros((5, 1)) if batch is None else batch.table
+        count, sse, sae = (float(table[i].sum()) for i in (_COUNT, _SSE, _SAE))
+        errors = {
+            "rmse": _finite(_ratio(sse, count) ** 0.5),
+            "mae": _finite(_ratio(sae, count)),
+        }
+        if self.field:
+            sums = np.zeros(5) if batch is None else batch.field
+            errors["relative_l2"] = _finite(_ratio(sums[_RATIOS], sums[_PAIRS]))
+        return errors
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON; None where a metric is undefined.
@@ -179,7 +204,7 @@ class Metrics:
             "zero_targets": int(sum(tally.field[_ZEROS] for tally in everything)),
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Everything as a plain tree of numbers and tensors, to be saved and loaded bit for bit."""
         return {
             "window_rows": self.window_rows,
@@ -189,7 +214,7 @@ class Metrics:
             "window": [tally.state() for tally in self._window],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved state; the object is untouched when the state does not fit.
 
         Raises
@@ -231,13 +256,13 @@ class Metrics:
         table, field = _pool(tallies)
         count = float(table[_COUNT].sum())
         measures = {
-            "rmse": _plain(_ratio(float(table[_SSE].sum()), count) ** 0.5),
-            "mae": _plain(_ratio(float(table[_SAE].sum()), count)),
-            "r2": _plain(_r2(table)),
+            "rmse": _finite(_ratio(float(table[_SSE].sum()), count) ** 0.5),
+            "mae": _finite(_ratio(float(table[_SAE].sum()), count)),
+            "r2": _finite(_r2(table)),
         }
         if self.field:
-            measures["relative_l2"] = _plain(_ratio(field[_RATIOS], field[_PAIRS]))
-            measures["relative_l2_ratio"] = _plain(
+            measures["relative_l2"] = _finite(_ratio(field[_RATIOS], field[_PAIRS]))
+            measures["relative_l2_ratio"] = _finite(
                 _ratio(field[_ERROR_NORMS], field[_TARGET_NORMS])
             )
         return measures
@@ -319,5 +344,5 @@ def _ratio(numerator: float, denominator: float) -> float:
     return float(numerator) / float(denominator) if denominator > 0 else float("nan")
 
 
-def _plain(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

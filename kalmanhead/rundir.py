@@ -318,7 +318,7 @@ def _end_of_last_line(file: BinaryIO) -> int:
 
 def _to_json(record: Mapping[str, Any]) -> bytes:
     try:
-        text = json.dumps(record, allow_nan=False, default=_plain)
+        text = _ENCODER.encode(record)
     except ValueError:  # rare, so only then is every number looked at
         text = json.dumps(_finite(record), allow_nan=False)
     return text.encode() + b"\n"
@@ -339,6 +339,9 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot go into the metrics")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, default=_plain)
 
 
 def _finite(value: Any) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kalmanhead.errors import ConfigError
 
 State = dict[str, Any]
 
 
-class RunningScaler(nn.Module):
+class RunningScaler:
     """Centres and scales channels by statistics learnt from the stream.
 
     Batches are merged by the pairwise update of Chan, Golub and LeVeque (1979) in float64, so
@@ -26,35 +26,26 @@ class RunningScaler(nn.Module):
         (n, channels, *grid), whose grid points all count as samples of their channel.
     center:
         Subtract the mean; without it the scale is the root mean square.
+    device:
+        Of the statistics; values must lie there too.
 
     Examples
     --------
     >>> scaler = RunningScaler(1)
     >>> scaler.update(torch.tensor([[1.0], [3.0]]))
     >>> scaler(torch.tensor([[4.0]]))
-    tensor([[2.]])
+    tensor([[2.]], dtype=torch.float64)
     """
 
-    def __init__(self, channels: int, *, center: bool = True) -> None:
-        super().__init__()
+    def __init__(
+        self, channels: int, *, center: bool = True, device: torch.device | None = None
+    ) -> None:
         self.center = center
-        for name in ("count", "mean", "squares"):
-            self.register_buffer(name, torch.zeros(channels, dtype=torch.float64))
-        self.count: Tensor
-        self.mean: Tensor
-        self.squares: Tensor
-        self._shift = self.mean
-        self._scale = torch.ones_like(self.mean)
-
-    @property
-    def shift(self) -> Tensor:
-        """What is subtracted, (channels,), float64."""
-        return self._shift
-
-    @property
-    def scale(self) -> Tensor:
-        """What is divided by, (channels,), float64, never zero."""
-        return self._scale
+        self.count = torch.zeros(channels, dtype=torch.float64, device=device)
+        self.mean = torch.zeros_like(self.count)
+        self.squares = torch.zeros_like(self.count)
+        self.shift = self.mean
+        self.scale = torch.ones_like(self.count)
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
@@ -66,14 +57,12 @@ class RunningScaler(nn.Module):
                 f"values have {values.shape[1]} channels, the scaler {self.count.shape[0]}"
             )
         rows = values.detach().movedim(1, -1).reshape(-1, values.shape[1]).to(torch.float64)
-        mean = rows.mean(0)
+        variance, mean = torch.var_mean(rows, 0, correction=0)
+        count, squares = torch.full_like(mean, float(rows.shape[0])), variance * rows.shape[0]
         if torch.isnan(mean).any():
             count = (~torch.isnan(rows)).sum(0).to(torch.float64)
             mean = rows.nansum(0) / count.clamp_min(1)
             squares = (rows - mean).square().nansum(0)
-        else:
-            count = torch.full_like(mean, float(rows.shape[0]))
-            squares = (rows - mean).square().sum(0)
         total = self.count + count
         share = count / total.clamp_min(1)
         delta = mean - self.mean
@@ -82,16 +71,15 @@ class RunningScaler(nn.Module):
         self.count = total
         self._refresh()
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Scaled values, in the dtype and shape of the values."""
+    def __call__(self, values: Tensor) -> Tensor:
+        """Scaled values, (n, channels, *grid), float64."""
         shape = (-1,) + (1,) * (values.dim() - 2)
-        scaled = (values - self._shift.view(shape)) / self._scale.view(shape)
-        return scaled.to(values.dtype)
+        return (values - self.shift.view(shape)) / self.scale.view(shape)
 
     def inverse(self, values: Tensor) -> Tensor:
         """Values in their own units again, float64."""
         shape = (-1,) + (1,) * (values.dim() - 2)
-        return values * self._scale.view(shape) + self._shift.view(shape)
+        return values * self.scale.view(shape) + self.shift.view(shape)
 
     def state(self) -> State:
         """What must be kept to go on exactly."""
@@ -111,5 +99,5 @@ class RunningScaler(nn.Module):
         # A spread below the rounding of the mean itself is rounding, not signal.
         floor = (1e-12 * self.mean).square()
         varies = variance > floor
-        self._scale = torch.where(varies, variance, 1.0).sqrt()
-        self._shift = self.mean if self.center else torch.zeros_like(self.mean)
+        self.scale = torch.where(varies, variance, 1.0).sqrt()
+        self.shift = self.mean if self.center else torch.zeros_like(self.mean)
