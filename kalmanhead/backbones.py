@@ -195,7 +195,7 @@ class FNO(nn.Module):
         self,
         in_channels: int,
         grid_dims: int = 1,
-        width: int = 32,
+        width: int = 64,
         modes: int = 16,
         layers: int = 4,
         *,

@@ -82,9 +82,9 @@ class OnlineLearner(nn.Module):
     --------
     >>> from kalmanhead.backbones import MLP
     >>> from kalmanhead.head import KalmanHead
-    >>> learner = OnlineLearner(MLP(2, width=8, seed=0), KalmanHead(8, 1))
+    >>> learner = OnlineLearner(MLP(2, width=32, seed=0), KalmanHead(32, 1), adam(1e-2))
     >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
-    >>> for _ in range(50):
+    >>> for _ in range(100):
     ...     learner.learn(x, x[:, :1] * x[:, 1:])
     >>> bool((learner.predict(x) - x[:, :1] * x[:, 1:]).abs().mean() < 0.1)
     True

@@ -92,7 +92,8 @@ class Burgers:
         never grows) as time / 2^m, m >= 6, with dt <= max(3 nu / A^2, 1.5 / (A k_max)) and
         dt <= length / (16 A). A row's step therefore never depends on the rows beside it.
     zero_mean:
-        Leave out the constant mode of the initial field, as many published data sets do.
+        Leave out the constant mode of the initial field, as published data sets do. With it, most
+        of what there is to learn is by how far a field is carried around the domain.
     seed:
         Seed of the initial fields, not negative.
 

@@ -12,15 +12,15 @@ from kalmanhead.spectral import SpectralConv
 
 CASES = [
     ("auto", (3,), MLP, -1, 64),
-    ("auto", (2, 32), FNO, 1, 32),
-    ("auto", (2, 12, 10), FNO, 1, 32),
+    ("auto", (2, 32), FNO, 1, 64),
+    ("auto", (2, 12, 10), FNO, 1, 64),
     ("linear", (3,), LinearBackbone, -1, 3),
     ("linear", (2, 32), LinearBackbone, 1, 2),
     ("mlp", (3,), MLP, -1, 64),
     ("mlp", (2, 32), MLP, 1, 64),
     ("mlp", (2, 4, 5, 6), MLP, 1, 64),
-    ("fno", (2, 32), FNO, 1, 32),
-    ("fno", (2, 12, 10), FNO, 1, 32),
+    ("fno", (2, 32), FNO, 1, 64),
+    ("fno", (2, 12, 10), FNO, 1, 64),
 ]
 
 

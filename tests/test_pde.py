@@ -24,7 +24,8 @@ def test_the_cole_hopf_solution_is_met(nu, time):
 
 
 def test_the_step_converges_with_fourth_order():
-    u0 = Burgers(grid=64, seed=3).initial([0])
+    # A mean that carries the field is what the explicit part of the scheme has to resolve.
+    u0 = Burgers(grid=64, seed=3, zero_mean=False).initial([0])
     equation = {"nu": 0.05, "grid": 64, "time": 0.5, "solver_grid": 128}
     solutions = [Burgers(dt=0.5 / steps, **equation).solve(u0) for steps in (40, 80, 1000)]
     coarse, fine = (relative(u, solutions[2]) for u in solutions[:2])
@@ -42,7 +43,7 @@ def test_the_default_step_and_grid_are_accurate(nu):
 
 
 def test_mean_is_conserved_and_energy_decays():
-    equation = Burgers(nu=0.02, grid=64)
+    equation = Burgers(nu=0.02, grid=64, zero_mean=False)
     u = equation.initial(range(6))
     mean, energy = u.mean(dim=1), (u**2).mean(dim=1)
     for _ in range(3):
@@ -78,7 +79,7 @@ def test_a_coarse_field_is_the_truncation_of_a_fine_one():
 
 @pytest.mark.parametrize("length", [1.0, 2.0])
 def test_initial_fields_have_the_variance_of_their_spectrum(length):
-    u = Burgers(grid=32, length=length).initial(range(3000))
+    u = Burgers(grid=32, length=length, zero_mean=False).initial(range(3000))
     k = 2 * np.pi / length * np.arange(-15, 16)
     torch.testing.assert_close(
         float((u**2).mean()), float((625 / (k**2 + 25) ** 2).sum() / length), rtol=0.05, atol=0
