@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kalmanhead.config import HEADS
 from kalmanhead.errors import ConfigError
-from kalmanhead.streams import Stream, open_source
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-POSITIVE = click.IntRange(min=1)
-RATE = click.FloatRange(min=0, max=1)
+HEADS = ("auto", "reset", "drift", "forget", "static", "ridge", "adam", "sgd")
+
+
+class Finite(click.FloatRange):
+    """Numbers of a range without NaN and infinity, which a range lets through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Convert what was typed."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number: give one such as 0.1.", param, ctx)
+        return float(super().convert(number, param, ctx))
+
+
+class Whole(click.IntRange):
+    """Whole numbers of a range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Convert what was typed."""
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number: give one such as 32.", param, ctx)
+        return int(super().convert(number, param, ctx))
+
+
+COUNT = Whole(1, 2**63 - 1)  # as far as files and generators count
+LIMIT = Whole(0, 2**63 - 1)
+SEED = LIMIT
+SIZE = Whole(1, 2**16)
+RATE = Finite(min=0, max=1)
 
 
 def apply(*decorators: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -38,15 +71,57 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} is not a TOML file that can be read: {error}") from error
-    known = {p.name for p in context.command.params if p.name not in ("config", "run")}
-    options = {key.replace("-", "_"): value for key, value in values.items()}
-    for key in options:
-        if key not in known:
-            raise ConfigError(
-                f"{path}: key {key!r} is no option of `kalmanhead {context.info_name}`; there are "
-                f"{', '.join(sorted(name for name in known if name))}"
-            )
+    options = typed(context.command, values, str(path), exclude=("config",))
+    context.meta["config"] = str(path)
     context.default_map = {**(context.default_map or {}), **options}
+
+
+def typed(
+    command: click.Command, values: Mapping[str, Any], path: str, *, exclude: tuple[str, ...]
+) -> dict[str, Any]:
+    """Values of a TOML file as they would be typed, so that they are checked like typed ones.
+
+    Raises
+    ------
+    ConfigError
+        A key is no option of the command, or its value is of a kind that no option takes.
+    """
+    known = {
+        max(p.opts, key=len).lstrip("-").replace("-", "_"): p
+        for p in command.params
+        if isinstance(p, click.Option) and p.name not in exclude
+    }
+    options: dict[str, Any] = {}
+    for key, value in values.items():
+        option = known.get(key.replace("-", "_"))
+        if option is None:
+            raise ConfigError(
+                f"{path}: key {key!r} is no option of `kalmanhead {command.name}`; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        assert option.name is not None
+        options[option.name] = _as_typed(option, key, value, path)
+    return options
+
+
+def _as_typed(option: click.Option, key: str, value: Any, path: str) -> Any:
+    def is_scalar(part: Any) -> bool:
+        return isinstance(part, str | int | float) and not isinstance(part, bool)
+
+    if option.is_flag:
+        if isinstance(value, bool):
+            return value
+        wanted = "true or false"
+    elif option.multiple:
+        parts = value if isinstance(value, list) else [value]
+        if all(is_scalar(part) for part in parts):
+            return [str(part) for part in parts]
+        wanted = "a list of names"
+    else:
+        if is_scalar(value):
+            return str(value)
+        wanted = "one number or text"
+    raise ConfigError(f"{path}: {key} is {value!r}: give {wanted}")
 
 
 config_option = click.option(
@@ -67,13 +142,11 @@ source_options = apply(
     click.option("--x", default="x", show_default=True, help="Zarr: array of the inputs."),
     click.option("--y", default="y", show_default=True, help="Zarr: array of the targets."),
     click.option("--field", help="Zarr: one array whose row t predicts row t + LEAD."),
-    click.option("--lead", type=POSITIVE, default=1, show_default=True, help="With --field."),
+    click.option("--lead", type=COUNT, default=1, show_default=True, help="With --field."),
     click.option("--target", multiple=True, help="Parquet: column to predict; may be repeated."),
     click.option("--feature", multiple=True, help="Column to predict from; default: all others."),
     click.option("--weight", help="Array or column of the row weights."),
-    click.option(
-        "--dims", type=click.IntRange(0, 2), help="0: rows are vectors; 1 or 2: fields on a grid."
-    ),
+    click.option("--dims", type=Whole(0, 2), help="0: rows are vectors; 1 or 2: fields on a grid."),
     click.option(
         "--missing-chunks",
         type=click.Choice(["refuse", "fill"]),
@@ -81,9 +154,7 @@ source_options = apply(
         show_default=True,
         help="Zarr: what to do with a chunk that is not there.",
     ),
-    click.option(
-        "--batch-size", type=POSITIVE, default=32, show_default=True, help="Rows per batch."
-    ),
+    click.option("--batch-size", type=COUNT, default=32, show_default=True, help="Rows per batch."),
     click.option(
         "--on-bad",
         type=click.Choice(["stop", "skip"]),
@@ -95,7 +166,7 @@ source_options = apply(
 
 pass_options = apply(
     click.option(
-        "--epochs", type=POSITIVE, default=1, show_default=True, help="Passes over the source."
+        "--epochs", type=COUNT, default=1, show_default=True, help="Passes over the source."
     ),
     click.option(
         "--shuffle/--no-shuffle",
@@ -104,12 +175,12 @@ pass_options = apply(
     ),
     click.option(
         "--holdout",
-        type=click.FloatRange(min=0),
+        type=Finite(min=0),
         default=0,
         help="Last rows (or a fraction of all) that are not learnt but scored at the end.",
     ),
-    click.option("--max-batches", type=POSITIVE, help="Stop after so many batches."),
-    click.option("--max-rows", type=POSITIVE, help="Use only so many rows of the source."),
+    click.option("--max-batches", type=COUNT, help="Stop after so many batches."),
+    click.option("--max-rows", type=COUNT, help="Use only so many rows of the source."),
 )
 
 model_options = apply(
@@ -119,14 +190,14 @@ model_options = apply(
         show_default=True,
         help="auto, linear, mlp, fno, or module:path.to:factory.",
     ),
-    click.option("--width", type=POSITIVE, help="Width of the backbone."),
-    click.option("--depth", type=POSITIVE, help="Layers of the backbone."),
-    click.option("--modes", type=POSITIVE, help="Fourier modes of the backbone."),
+    click.option("--width", type=SIZE, help="Width of the backbone."),
+    click.option("--depth", type=SIZE, help="Layers of the backbone."),
+    click.option("--modes", type=SIZE, help="Fourier modes of the backbone."),
     click.option("--skip/--no-skip", default=False, help="Inputs among the head's features."),
     click.option(
         "--head", type=click.Choice(HEADS), default="auto", show_default=True, help="Last layer."
     ),
-    click.option("--lam", type=click.FloatRange(min=0, min_open=True), help="Prior precision."),
+    click.option("--lam", type=Finite(min=0, min_open=True), help="Prior precision."),
     click.option("--eta", type=RATE, help="Rate of --head drift."),
     click.option("--gamma", type=RATE, help="Forgetting factor of --head forget."),
     click.option(
@@ -150,10 +221,8 @@ model_options = apply(
         show_default=True,
         help="Of the backbone.",
     ),
-    click.option("--lr", type=click.FloatRange(min=0), help="Learning rate of the backbone."),
-    click.option(
-        "--clip", type=click.FloatRange(min=0, min_open=True), help="Largest gradient norm."
-    ),
+    click.option("--lr", type=Finite(min=0), help="Learning rate of the backbone."),
+    click.option("--clip", type=Finite(min=0, min_open=True), help="Largest gradient norm."),
     click.option(
         "--dtype",
         type=click.Choice(["float64", "float32"]),
@@ -167,19 +236,19 @@ model_options = apply(
         default="auto",
         show_default=True,
     ),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+    click.option("--seed", type=SEED, default=0, show_default=True),
 )
 
 keep_options = apply(
     click.option(
         "--checkpoint-every",
-        type=POSITIVE,
+        type=COUNT,
         default=200,
         show_default=True,
         help="Batches between checkpoints.",
     ),
     click.option(
-        "--keep", type=POSITIVE, default=3, show_default=True, help="Checkpoints that are kept."
+        "--keep", type=COUNT, default=3, show_default=True, help="Checkpoints that are kept."
     ),
 )
 
@@ -193,28 +262,3 @@ trust_option = click.option(
     is_flag=True,
     help="Import the module that the run's configuration names as its backbone.",
 )
-
-
-def open_stream(options: dict[str, Any], **changes: Any) -> Stream:
-    """Open the source that the options of a run describe."""
-    values = {**options, **changes}
-    return open_source(
-        values["source"],
-        values["batch_size"],
-        x=values["x"],
-        y=values["y"],
-        weight=values["weight"],
-        field=values["field"],
-        lead=values["lead"],
-        targets=values["target"] or None,
-        features=values["feature"] or None,
-        dims=values["dims"],
-        missing_chunks=values["missing_chunks"],
-        on_bad=values["on_bad"],
-        epochs=values["epochs"],
-        shuffle=values["shuffle"],
-        seed=values["seed"],
-        holdout=values["holdout"],
-        max_rows=values["max_rows"],
-        optional_targets=values.get("optional_targets"),
-    )

@@ -8,23 +8,21 @@ from typing import Any
 import click
 
 from kalmanhead.cli.options import (
-    POSITIVE,
+    COUNT,
+    LIMIT,
     json_option,
     quiet_option,
     run_argument,
     trust_option,
 )
-from kalmanhead.cli.running import execute, go_on
-from kalmanhead.cli.stored import stored_options
-from kalmanhead.rundir import RunDirectory
 
 
 @click.command()
 @run_argument
-@click.option("--epochs", type=POSITIVE, help="Passes in all, instead of the run's own number.")
+@click.option("--epochs", type=COUNT, help="Passes in all, instead of the run's own number.")
 @click.option(
     "--max-batches",
-    type=click.IntRange(min=0),
+    type=LIMIT,
     help="Batches in all, instead of the run's own number; 0 for no limit.",
 )
 @click.option(
@@ -47,6 +45,10 @@ def resume(
     The result is bit for bit that of a run that was never interrupted, on the same machine with
     the same number of threads.
     """
+    from kalmanhead.cli.running import execute, go_on
+    from kalmanhead.cli.stored import stored_options
+    from kalmanhead.rundir import RunDirectory
+
     changes: dict[str, Any] = {"epochs": epochs, "on_bad": on_bad, "max_batches": max_batches}
     changes = {name: value for name, value in changes.items() if value is not None}
     with RunDirectory.open(run, write=True) as directory:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -19,12 +15,14 @@ from tqdm import tqdm
 
 from kalmanhead.batch import Batch
 from kalmanhead.checkpoint import CheckpointFolder, Restored
-from kalmanhead.cli.curve import save_curve
-from kalmanhead.cli.options import open_stream
+from kalmanhead.cli.building import make_learner, open_stream
+from kalmanhead.cli.curve import is_drawn, save_curve
+from kalmanhead.cli.stored import foreign, report
+from kalmanhead.cli.stream import stream as stream_command
 from kalmanhead.cli.table import results_table
-from kalmanhead.config import ModelConfig, build_learner
+from kalmanhead.cli.watching import Stopper, progress_bar, recent_error
 from kalmanhead.engine import Progress, evaluate, learn_stream
-from kalmanhead.errors import ConfigError, KalmanHeadError
+from kalmanhead.errors import ConfigError, KalmanHeadError, SourceError
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.metrics import Metrics
 from kalmanhead.rundir import RunDirectory
@@ -52,126 +50,193 @@ def begin(options: dict[str, Any], path: Path | None) -> Run:
     """Start a run: nothing is written before the source and the model are known to be sound."""
     stream = open_stream(options)
     options = {**options, "shuffle": stream.shuffle}
-    learner = make_learner(options, stream)
+    learner = make_learner(options, stream.spec)
     directory = RunDirectory.create(path)
     directory.write_config(storable(options))
-    progress = Progress(Metrics(field=stream.spec.grid_dims > 0))
-    return Run(directory, options, stream, learner, progress, folder(directory, options["keep"]))
+    return assemble(directory, options, stream, learner)
 
 
 def go_on(directory: RunDirectory, options: dict[str, Any], *, quiet: bool) -> Run:
     """Take up a run, opened for writing, where its newest sound checkpoint left it."""
     stream = open_stream(options)
-    learner = make_learner(options, stream)
-    progress = Progress(Metrics(field=stream.spec.grid_dims > 0))
-    run = Run(directory, options, stream, learner, progress, folder(directory, options["keep"]))
+    run = assemble(directory, options, stream, make_learner(options, stream.spec))
     if run.checkpoints.paths():
         restored = run.checkpoints.latest()
-        report(restored, quiet)
-        restore(run, restored.tree)
+        report(restored)
+        restore(run, restored)
+        if not quiet:
+            click.echo(f"going on from {restored.path}")
     else:
         directory.truncate(0)
     directory.write_config(storable(options))
     return run
 
 
-def restore(run: Run, tree: dict[str, Any]) -> None:
+def assemble(
+    directory: RunDirectory, options: dict[str, Any], stream: Stream, learner: OnlineLearner
+) -> Run:
+    """Put a run together that has learnt nothing yet."""
+    progress = Progress(Metrics(field=stream.spec.grid_dims > 0))
+    checkpoints = CheckpointFolder(directory.checkpoints_path, options["keep"])
+    return Run(directory, options, stream, learner, progress, checkpoints)
+
+
+def restore(run: Run, restored: Restored) -> None:
     """Put a checkpoint's state into a run, and cut the metrics back to it."""
-    check_fingerprint(run.stream.fingerprint(), tree["stream"])
-    run.learner.load_state(tree["learner"])
-    run.progress.load_state(tree["progress"])
-    torch.set_rng_state(tree["random"])
-    run.directory.truncate(tree["metrics_bytes"])
+    tree = restored.tree
+    try:
+        check_fingerprint(run.stream.fingerprint(), tree["stream"])
+        run.learner.load_state(tree["learner"])
+        run.progress.load_state(tree["progress"])
+        set_random_state(tree["random"])
+        offset = int(tree["metrics_bytes"])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise foreign(restored) from error
+    run.directory.truncate(offset)
 
 
 def execute(run: Run, *, quiet: bool, as_json: bool) -> int:
     """Learn to the end (or to a signal), save, report; returns the exit code."""
-    with run.directory, Stopper() as stopper, progress_bar(run, quiet) as bar:
-
-        def on_batch(progress: Progress, batch: Batch, prediction: Tensor) -> None:
-            run.directory.append(batch_record(progress))
-            if progress.batches % run.options["checkpoint_every"] == 0:
-                save(run)
-            bar.update(len(batch))
-            if bar.n == bar.total or progress.batches % 20 == 1:
-                bar.set_postfix_str(recent_error(progress), refresh=False)
-
-        if run.progress.batches == 0:
-            torch.manual_seed(run.options["seed"])  # what dropout in a backbone draws from
-        batches = run.stream.iterate(run.progress.cursor)
-        try:
-            finished = learn_stream(
-                run.learner,
-                batches,
-                run.progress,
-                max_batches=run.options["max_batches"],
-                on_batch=[on_batch],
-                should_stop=lambda: stopper.signal is not None,
-            )
-        except KalmanHeadError as error:
-            checkpoint = save(run)
-            raise type(error)(
-                f"{error} (learnt up to batch {run.progress.batches}, saved in {checkpoint})"
-            ) from error
+    counted = progress_bar(rows_to_read(run), run.progress, quiet)
+    with run.directory, Stopper() as stopper, counted as bar:
+        finished = learn(run, stopper, bar)
         checkpoint = save(run)
         bar.close()
         stopped = stopper.signal is not None and not finished
         holdout = None if stopped else score_holdout(run)
-        result = summary(run, holdout, checkpoint)
-        notes = [] if stopped else draw(run)
+        if holdout is not None:
+            checkpoint = save(run, holdout)
+        result = {
+            **run.progress.summary(),
+            "holdout": holdout,
+            "run": str(run.directory.path),
+            "checkpoint": str(checkpoint),
+        }
+        notes = [] if stopped else [*draw(run, holdout), *what_next(run, finished)]
         report_end(run, result, notes, stopped, quiet, as_json)
     return 128 + int(stopper.signal) if stopped and stopper.signal else 0
 
 
-def save(run: Run) -> Path:
+def learn(run: Run, stopper: Stopper, bar: tqdm[Any]) -> bool:
+    """Learn batch by batch with checkpoints; returns whether the stream came to its end."""
+    every, append = run.options["checkpoint_every"], run.directory.append
+
+    def on_batch(progress: Progress, batch: Batch, prediction: Tensor) -> None:
+        append(batch_record(progress))
+        if progress.batches % every == 0:
+            save(run)
+        if not bar.disable:
+            if progress.batches % 20 == 1:
+                bar.set_postfix_str(recent_error(progress), refresh=False)
+            bar.update(len(batch) + batch.bad_rows)
+
+    if run.progress.batches == 0:
+        torch.manual_seed(run.options["seed"])  # what dropout in a backbone draws from
+    try:
+        return learn_stream(
+            run.learner,
+            run.stream.iterate(run.progress.cursor),
+            run.progress,
+            max_batches=run.options["max_batches"],
+            on_batch=[on_batch],
+            should_stop=lambda: stopper.signal is not None,
+        )
+    except SourceError as error:
+        # Between two batches, so what has been learnt is whole.
+        checkpoint = save(run)
+        raise type(error)(
+            f"{error} (learnt up to batch {run.progress.batches}, saved in {checkpoint})"
+        ) from error
+    except KalmanHeadError as error:
+        # A batch may be half learnt, which no checkpoint may hold.
+        saved = run.checkpoints.paths()
+        last = f"the last checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+        raise type(error)(f"{error} (in batch {run.progress.batches + 1}; {last})") from error
+
+
+def rows_to_read(run: Run) -> int | None:
+    """Rows that the run will have read at its end, about; None for an endless stream."""
+    options = run.options
+    total = None if run.stream.rows is None else run.stream.rows * options["epochs"]
+    if options["max_batches"] is not None:
+        limit = options["max_batches"] * options["batch_size"]
+        total = limit if total is None else min(limit, total)
+    return total
+
+
+def save(run: Run, holdout: dict[str, Any] | None = None) -> Path:
     """Write a checkpoint of everything that the rest of the run depends on."""
     tree = {
         "learner": run.learner.state(),
         "progress": run.progress.state(),
         "stream": run.stream.fingerprint(),
-        "random": torch.get_rng_state(),
+        "random": random_state(),
         "metrics_bytes": run.directory.flush(),
         "rows": dataclasses.asdict(run.stream.spec),
+        "holdout": holdout,
     }
     return run.checkpoints.write(tree, run.progress.batches)
 
 
+def random_state() -> dict[str, Any]:
+    """What dropout in a backbone draws from, on every device that is there."""
+    cuda = []
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all()
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
 def batch_record(progress: Progress) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
-    summary = progress.metrics.summary()
-    return {
+    """One line of metrics.jsonl: the errors of the batch, at some batches also those of all."""
+    cursor, metrics = progress.cursor, progress.metrics
+    record = {
         "batch": progress.batches,
         "rows": progress.rows,
-        "epoch": progress.cursor.epoch,
-        "row": progress.cursor.row,
+        "epoch": cursor.epoch,
+        "row": cursor.row,
         "bad_rows": progress.bad_rows,
-        "prequential": summary["prequential"],
-        "recent": summary["recent"],
+        **metrics.newest(),
     }
+    if is_drawn(progress.batches):
+        summary = metrics.summary()
+        record["prequential"], record["recent"] = summary["prequential"], summary["recent"]
+    return record
 
 
-def summary(run: Run, holdout: Metrics | None, checkpoint: Path) -> dict[str, Any]:
-    """The result of a run in plain values."""
-    result = run.progress.summary()
-    result["holdout"] = None if holdout is None else holdout.summary()["prequential"]
-    return {**result, "run": str(run.directory.path), "checkpoint": str(checkpoint)}
-
-
-def score_holdout(run: Run) -> Metrics | None:
-    """Score the rows that were held out, if there are any."""
+def score_holdout(run: Run) -> dict[str, Any] | None:
+    """Errors over the rows that were held out, if there are any."""
     if run.stream.holdout_rows == 0:
         return None
-    return evaluate(run.learner, run.stream.holdout(), field=run.is_field)
+    metrics = evaluate(run.learner, run.stream.holdout(), field=run.is_field)
+    errors: dict[str, Any] = metrics.summary()["prequential"]
+    return errors
 
 
-def draw(run: Run) -> list[str]:
+def draw(run: Run, holdout: dict[str, Any] | None) -> list[str]:
     """Draw the learning curve; returns what there is to say about it."""
     run.directory.flush()
     try:
-        save_curve(run.directory, run.directory.curve_path)
+        save_curve(run.directory, run.directory.curve_path, holdout)
     except ConfigError as error:
         return [f"no picture: {error}"]
     return [f"learning curve: {run.directory.curve_path}"]
+
+
+def what_next(run: Run, finished: bool) -> list[str]:
+    """How to go on where the run was ended by a limit."""
+    if finished:
+        return []
+    return [
+        f"ended by --max-batches {run.options['max_batches']}; go on: kalmanhead resume "
+        f"{run.directory.path} --max-batches N (0: no limit)"
+    ]
 
 
 def report_end(
@@ -192,21 +257,11 @@ def report_end(
         click.echo(json.dumps(result))
 
 
-def make_learner(options: dict[str, Any], stream: Stream) -> OnlineLearner:
-    """Build the learner for the rows of a stream."""
-    spec = stream.spec
-    config = ModelConfig.from_mapping(options)
-    return build_learner(config, spec.x_shape, spec.y_shape, spec.grid_dims)
-
-
-def folder(directory: RunDirectory, keep: int) -> CheckpointFolder:
-    """Where a run's checkpoints lie."""
-    return CheckpointFolder(directory.checkpoints_path, keep)
-
-
 def storable(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as TOML can hold them."""
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in options.items()}
+    """Options as TOML can hold them, in the order of the command's help."""
+    order = [option.name for option in stream_command.params]
+    pairs = sorted(options.items(), key=lambda pair: order.index(pair[0]))
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in pairs}
 
 
 def check_fingerprint(now: dict[str, Any], then: dict[str, Any]) -> None:
@@ -232,64 +287,3 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
     for key, value in items:
         leaves.update(flat(value, f"{path}.{key}" if path else str(key)))
     return leaves
-
-
-def report(restored: Restored, quiet: bool) -> None:
-    """Say which damaged checkpoints were passed over."""
-    for message in restored.passed_over:
-        click.echo(f"kalmanhead: warning: {message}", err=True)
-    if not quiet:
-        click.echo(f"going on from {restored.path}")
-
-
-def recent_error(progress: Progress) -> str:
-    """The error that a person watches, over the last rows."""
-    recent = progress.metrics.summary()["recent"]
-    name = "relative_l2" if "relative_l2" in recent else "rmse"
-    value = recent[name]
-    return f"{name} {value:.4g}" if value is not None else ""
-
-
-@contextlib.contextmanager
-def progress_bar(run: Run, quiet: bool) -> Iterator[tqdm[Any]]:
-    """Bar on stderr with rows per second, recent error and time left; off without a terminal."""
-    rows, options = run.stream.rows, run.options
-    total = None if rows is None else rows * options["epochs"]
-    limit = options["max_batches"]
-    if limit is not None:
-        total = min(limit * options["batch_size"], total or limit * options["batch_size"])
-    bar: tqdm[Any] = tqdm(
-        total=total,
-        initial=run.progress.rows,
-        unit="row",
-        unit_scale=True,
-        disable=True if quiet else None,
-        dynamic_ncols=True,
-    )
-    try:
-        yield bar
-    finally:
-        bar.close()
-
-
-class Stopper:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop after the current batch."""
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stopper:
-        """Take over the signals."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):  # not in the main thread
-                self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number)

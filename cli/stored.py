@@ -1,4 +1,4 @@
-"""The options of an earlier run, read back from its directory and checked like typed ones."""
+"""What an earlier run left in its directory: its options, and its newest sound checkpoint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from typing import Any
 
 import click
 
+from kalmanhead.checkpoint import CheckpointFolder, Restored
+from kalmanhead.cli.options import typed
 from kalmanhead.cli.stream import stream
-from kalmanhead.errors import ConfigError
+from kalmanhead.engine import Progress
+from kalmanhead.errors import CheckpointError, ConfigError
+from kalmanhead.metrics import Metrics
 from kalmanhead.rundir import RunDirectory
 
 NOT_STORED = ("config", "run", "quiet", "as_json")
@@ -27,17 +31,12 @@ def stored_options(
         trusted.
     """
     path = directory.config_path
-    saved = {**directory.read_config(), **changes}
-    known = {p.name for p in stream.params} - set(NOT_STORED)
-    for key in saved:
-        if key not in known:
-            raise ConfigError(f"{path}: key {key!r} is no option of a run: take it out")
+    saved = typed(stream, directory.read_config(), str(path), exclude=NOT_STORED)
     try:
-        context = stream.make_context("stream", [], default_map=saved)
+        context = stream.make_context("stream", [], default_map={**saved, **changes})
     except click.ClickException as error:
-        message = " ".join(error.format_message().split())
-        raise ConfigError(f"{path}: {message}") from error
-    options = {key: value for key, value in context.params.items() if key in known}
+        raise ConfigError(f"{path}: {error.format_message()}") from error
+    options = {key: value for key, value in context.params.items() if key not in NOT_STORED}
     backbone = str(options["backbone"])
     if backbone.startswith("module:") and not trust_code:
         raise ConfigError(
@@ -45,3 +44,36 @@ def stored_options(
             "say --trust-code to import it"
         )
     return options
+
+
+def newest_result(directory: RunDirectory) -> dict[str, Any] | None:
+    """Result of a run as of its newest sound checkpoint; None before the first one."""
+    folder = CheckpointFolder(directory.checkpoints_path)
+    if not folder.paths():
+        return None
+    restored = folder.latest()
+    report(restored)
+    try:
+        saved = restored.tree["progress"]["metrics"]
+        progress = Progress(Metrics(window_rows=saved["window_rows"], field=saved["field"]))
+        progress.load_state(restored.tree["progress"])
+        holdout = restored.tree["holdout"]
+    except (KeyError, TypeError) as error:
+        raise foreign(restored) from error
+    return {
+        **progress.summary(),
+        "holdout": holdout,
+        "run": str(directory.path),
+        "checkpoint": str(restored.path),
+    }
+
+
+def report(restored: Restored) -> None:
+    """Say which damaged checkpoints were passed over."""
+    for message in restored.passed_over:
+        click.echo(f"kalmanhead: warning: {message}", err=True)
+
+
+def foreign(restored: Restored) -> CheckpointError:
+    """The error for a sound file that is not the checkpoint of a run."""
+    return CheckpointError(f"{restored.path} is no checkpoint of a run; give another run")

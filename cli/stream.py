@@ -16,7 +16,6 @@ from kalmanhead.cli.options import (
     quiet_option,
     source_options,
 )
-from kalmanhead.cli.running import begin, execute
 
 
 @click.command()
@@ -35,4 +34,6 @@ def stream(run: Path | None, quiet: bool, as_json: bool, **options: Any) -> int:
     holds config.toml, metrics.jsonl, checkpoints/ and curve.png; `kalmanhead resume RUN` goes on
     from there exactly.
     """
+    from kalmanhead.cli.running import begin, execute
+
     return execute(begin(options, run), quiet=quiet, as_json=as_json)

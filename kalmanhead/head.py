@@ -46,6 +46,10 @@ class Head(Protocol):
         """Predictions W phi, differentiable in phi and in nothing else that is solved for."""
         ...
 
+    def for_gradient(self, phi: Tensor) -> Tensor:
+        """Outputs from which the backbone's gradient is taken."""
+        ...
+
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn from the rows of one batch."""
         ...
@@ -181,6 +185,10 @@ class KalmanHead(nn.Module):
     def forward(self, phi: Tensor) -> Tensor:
         """Predictions W phi: (*, d) -> (*, k), or (n, d, *grid) -> (n, k, *grid)."""
         return linear_outputs(self.weight, phi, self.has_bias, self.feature_dim)
+
+    def for_gradient(self, phi: Tensor) -> Tensor:
+        """Outputs from which the backbone's gradient is taken: those of `forward`."""
+        return self(phi)
 
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:

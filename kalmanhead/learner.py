@@ -277,7 +277,7 @@ class OnlineLearner(nn.Module):
         """One gradient step at W held fixed; by the envelope theorem W's change does not count."""
         if self.optimizer is None:
             return
-        loss = squared_loss(self.head(batch.phi), batch.y, batch.weight)
+        loss = squared_loss(self.head.for_gradient(batch.phi), batch.y, batch.weight)
         if loss is None:
             return
         if not math.isfinite(loss.detach()):

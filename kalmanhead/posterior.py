@@ -83,11 +83,17 @@ class Update:
         covariance of the innovation in units of the noise variance.
     log_determinant:
         log det of R^-1/2 S R^-1/2, (...).
+    innovation:
+        R^-1/2 (Y - Phi W-'), what the rows brought that was not foreseen, (..., n, k).
+    spread:
+        Diagonal of R^-1/2 Phi P- Phi' R^-1/2, (..., n): how unsure W was along each row.
     """
 
     posterior: Posterior
     quadratic: Tensor
     log_determinant: Tensor
+    innovation: Tensor
+    spread: Tensor
 
 
 def condition(
@@ -143,7 +149,7 @@ def condition(
         phi, innovation = phi * root_weight, innovation * root_weight
     if phi.shape[0] == 0:
         zeros = innovation.new_zeros((*prior.mean.shape[:-1],))
-        return Update(prior, zeros, zeros[..., 0])
+        return Update(prior, zeros, zeros[..., 0], innovation, innovation[..., 0])
     if prior.form == "root" or prior.mean.dtype == torch.float32:
         return _condition_qr(prior, phi, innovation, keep_covariance)
     if method == "auto":
@@ -178,7 +184,8 @@ def _condition_dual(
     else:
         cross = prior.spread @ phi.mT
     identity = torch.eye(phi.shape[0], dtype=phi.dtype, device=phi.device)
-    factor = safe_cholesky(symmetrise(phi @ cross) + identity, "the innovation covariance S")
+    projected = symmetrise(phi @ cross)
+    factor = safe_cholesky(projected + identity, "the innovation covariance S")
     whitened = solve_lower(factor, innovation)
     half_gain = solve_lower(factor, cross.mT)
     mean = prior.mean + whitened.mT @ half_gain
@@ -186,7 +193,13 @@ def _condition_dual(
     if keep_covariance:
         covariance = prior.covariance - half_gain.mT @ half_gain
         posterior = Posterior(mean, symmetrise(covariance))
-    return Update(posterior, whitened.square().sum(-2), log_determinant(factor))
+    return Update(
+        posterior,
+        whitened.square().sum(-2),
+        log_determinant(factor),
+        innovation,
+        projected.diagonal(dim1=-2, dim2=-1),
+    )
 
 
 def _condition_primal(
@@ -210,8 +223,7 @@ def _condition_primal(
     if keep_covariance:
         new_root = solve_lower(factor, root.mT)
         posterior = Posterior(posterior.mean, symmetrise(new_root.mT @ new_root))
-    quadratic = _quadratic(whitened_phi, innovation, step)
-    return Update(posterior, quadratic, log_determinant(factor))
+    return _update(posterior, whitened_phi, innovation, step, factor)
 
 
 def _condition_qr(
@@ -230,10 +242,18 @@ def _condition_qr(
     if keep_covariance:
         new_root = torch.linalg.solve_triangular(r.mT, root.mT, upper=False).mT
         posterior = Posterior(posterior.mean, new_root, "root")
-    return Update(posterior, _quadratic(whitened_phi, innovation, step), log_determinant(r))
+    return _update(posterior, whitened_phi, innovation, step, r)
 
 
-def _quadratic(whitened_phi: Tensor, innovation: Tensor, step: Tensor) -> Tensor:
-    """Sum innovation' S^-1 innovation as residual plus step: two squares, so nothing cancels."""
+def _update(
+    posterior: Posterior, whitened_phi: Tensor, innovation: Tensor, step: Tensor, factor: Tensor
+) -> Update:
+    """Evidence of the rows; its quadratic form is residual plus step, so nothing cancels."""
     residual = innovation - whitened_phi @ step
-    return residual.square().sum(-2) + step.square().sum(-2)
+    return Update(
+        posterior,
+        residual.square().sum(-2) + step.square().sum(-2),
+        log_determinant(factor),
+        innovation,
+        whitened_phi.square().sum(-1),
+    )

@@ -72,6 +72,10 @@ class TrainedHead(nn.Module):
         """Predictions W phi: (*, d) -> (*, k), or (n, d, *grid) -> (n, k, *grid)."""
         return linear_outputs(self.mean, phi, self.has_bias, self.feature_dim)
 
+    def for_gradient(self, phi: Tensor) -> Tensor:
+        """Outputs from which the backbone's gradient is taken: those of `forward`."""
+        return self(phi)
+
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn the noise from one batch; the weights belong to the optimiser."""

@@ -138,7 +138,7 @@ class PairSource(RandomAccessSource):
         kind: str = "arrays",
     ):
         self.x, self.y, self.weight, self.name, self.kind = x, y, weight, name, kind
-        self.layout = choose_layout(x.shape[1:], y.shape[1:], dims)
+        self.layout = choose_layout(x.shape[1:], y.shape[1:], dims, name)
         parts = [x, y] if weight is None else [x, y, weight]
         if weight is not None and math.prod(weight.shape[1:]) != 1:
             raise SourceError(f"{weight.name} has shape {weight.shape}; weights are one per row")
@@ -206,7 +206,7 @@ class LeadSource(RandomAccessSource):
                 f"series or a smaller lead"
             )
         self.u, self.lead, self.name, self.kind = u, lead, name, kind
-        self.layout = choose_layout(u.shape[1:], u.shape[1:], dims)
+        self.layout = choose_layout(u.shape[1:], u.shape[1:], dims, name)
         self.rows = u.shape[0] - lead
         now = numbered(u.name, self.layout.x_shape[0])
         self.spec = SourceSpec(

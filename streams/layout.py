@@ -47,10 +47,11 @@ def numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}[{i}]" for i in range(count))
 
 
-def choose_layout(x: Shape, y: Shape, dims: int | None = None) -> Layout:
+def choose_layout(x: Shape, y: Shape, dims: int | None = None, name: str = "") -> Layout:
     """Decide whether rows are vectors or fields.
 
-    Without `dims`, on the shapes of one row (the first axis, rows, taken off):
+    `name` is what errors call the source. Without `dims`, on the shapes of one row (the first
+    axis, rows, taken off):
 
     - x (N,) and y (N,) of the same N >= 8: one-dimensional fields with one channel;
     - x (C, N) with C <= 8 and N >= 8, and y (Cy, N) or (N,): one-dimensional fields;
@@ -75,8 +76,9 @@ def choose_layout(x: Shape, y: Shape, dims: int | None = None) -> Layout:
         return Layout((math.prod(x),), (math.prod(y),), 0)
     x_field, y_field = _with_channel(x, guess), _with_channel(y, guess)
     if x_field is None or y_field is None or x_field[1:] != y_field[1:]:
+        where = f"{name}: " if name else ""
         raise SourceError(
-            f"x rows of shape {x} and y rows of shape {y} do not lie on one grid of {guess} "
+            f"{where}x rows of shape {x} and y rows of shape {y} do not lie on one grid of {guess} "
             f"dimension{'s' if guess > 1 else ''}; bring both to one grid, or read them as vectors "
             f"with dims=0 (--dims 0)"
         )

@@ -15,7 +15,6 @@ from kalmanhead.errors import ConfigError, SourceError
 from kalmanhead.streams.arrays import LeadSource, MemoryRows, PairSource
 from kalmanhead.streams.loader_source import LoaderSource
 from kalmanhead.streams.parquet_source import SUFFIXES, ParquetSource
-from kalmanhead.streams.river_source import RiverSource
 from kalmanhead.streams.shuffle import WINDOW_BYTES
 from kalmanhead.streams.source import Source
 from kalmanhead.streams.stream import Stream
@@ -83,6 +82,9 @@ def _open_river(target: str, options: SourceOptions) -> Source:
         weight=options.weight,
         follow=options.follow,
     )
+    # Slow to import, and needed by few.
+    from kalmanhead.streams.river_source import RiverSource
+
     return RiverSource(target, features=options.features)
 
 

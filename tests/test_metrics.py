@@ -182,7 +182,7 @@ def test_memory_is_bounded():
     metrics = Metrics(window_rows=1000)
     for _ in range(3000):
         metrics.update(torch.zeros(1, 1), torch.ones(1, 1))
-    assert len(metrics.state_dict()["window"]) <= 21
+    assert len(metrics.state()["window"]) <= 21
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 17, 30])
@@ -195,14 +195,14 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path, cut, field):
         straight.update(y[i] + noise[i], y[i])
     for i in range(cut):
         first.update(y[i] + noise[i], y[i])
-    save(tmp_path / "m", first.state_dict(), kind="metrics")
-    second.load_state_dict(load(tmp_path / "m"))
+    save(tmp_path / "m", first.state(), kind="metrics")
+    second.load_state(load(tmp_path / "m"))
     for i in range(cut, 30):
         second.update(y[i] + noise[i], y[i])
         first.update(y[i] + noise[i], y[i])  # must not share memory with its saved state
     assert straight.summary() == second.summary() == first.summary()
-    save(tmp_path / "a", straight.state_dict(), kind="metrics")
-    save(tmp_path / "b", second.state_dict(), kind="metrics")
+    save(tmp_path / "a", straight.state(), kind="metrics")
+    save(tmp_path / "b", second.state(), kind="metrics")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -210,10 +210,10 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing():
     metrics = feed(Metrics(), torch.zeros(9, 1), torch.ones(9, 1), [4, 5])
     before = metrics.summary()
     with pytest.raises(CheckpointError, match="window_rows=5, field=True"):
-        metrics.load_state_dict(Metrics(5, True).state_dict())
-    for wrong in ({}, {**metrics.state_dict(), "window": [{"rows": 1}]}, None):
+        metrics.load_state(Metrics(5, True).state())
+    for wrong in ({}, {**metrics.state(), "window": [{"rows": 1}]}, None):
         with pytest.raises(CheckpointError, match="cannot be read"):
-            metrics.load_state_dict(wrong)
+            metrics.load_state(wrong)
     assert metrics.summary() == before
 
 

@@ -1,0 +1,132 @@
+"""`predict` and `make`: predictions of new rows, with and without targets, on other grids."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zarr
+from command import newest, ok, parquet_of, refused, vectors, zarr_of
+
+from kalmanhead.config import ModelConfig, build_learner
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predict")
+    parquet_of(folder / "train.parquet", 300, w=np.ones(300))
+    ok("stream", "--source", folder / "train.parquet", "--run", folder / "run", "--width", 8,
+       "--weight", "w", "--epochs", 3)  # fmt: skip
+    return folder
+
+
+def table(rows, names, seed=1):
+    x, y = vectors(rows, seed)
+    columns = {"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "y": y[:, 0]}
+    return pa.table({name: columns.get(name, np.arange(float(rows))) for name in names}), x, y
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a", "b", "c", "y", "w"], ["a", "b", "c"], ["date", "c", "y", "b", "a"]],
+    ids=["as learnt", "without targets and weights", "in another order, with more"],
+)
+def test_vectors(folder, tmp_path, names):
+    new, x, _ = table(50, names)
+    pq.write_table(new, tmp_path / "new.parquet")
+    before = newest(folder / "run")["learner"]["batches"]
+    result = ok("predict", folder / "run", "--source", tmp_path / "new.parquet",
+                "--out", tmp_path / "p.parquet", "--batch-size", 7)  # fmt: skip
+    assert ("rmse" in result.out) == ("y" in names)
+    assert "50 predictions with 90% intervals" in result.out
+    predicted = pq.read_table(tmp_path / "p.parquet")
+    assert predicted.column_names == ["y", "y_low", "y_high"]
+    mean, low, high = (column.to_numpy() for column in predicted.columns)
+    assert ((low < mean) & (mean < high)).all()
+    learner = build_learner(ModelConfig(width=8), (3,), (1,))
+    tree = newest(folder / "run")["learner"]
+    learner.load_state(tree)
+    import torch
+
+    np.testing.assert_allclose(mean, learner.predict(torch.as_tensor(x))[:, 0], rtol=1e-5)
+    assert tree["batches"] == before
+
+
+def test_wider_levels_give_wider_intervals_and_out_is_replaced_only_when_told(folder, tmp_path):
+    pq.write_table(table(30, ["a", "b", "c"])[0], tmp_path / "new.parquet")
+    command = ["predict", folder / "run", "--source", tmp_path / "new.parquet"]
+    widths = []
+    for level in (0.5, 0.99):
+        ok(*command, "--out", tmp_path / "p.parquet", "--level", level, "--overwrite", "--quiet")
+        p = pq.read_table(tmp_path / "p.parquet")
+        widths.append((p["y_high"].to_numpy() - p["y_low"].to_numpy()).mean())
+    assert widths[1] > widths[0]
+    assert "exists" in refused(*command, "--out", tmp_path / "p.parquet")
+    ok(*command, "--out", tmp_path / "more" / "p.zarr")
+    assert zarr.open_group(tmp_path / "more" / "p.zarr", mode="r")["y"].shape == (30, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["more", "new.parquet", "p.parquet"]
+
+
+def test_a_column_that_is_missing_is_named(folder, tmp_path):
+    pq.write_table(table(30, ["a", "c", "d"])[0], tmp_path / "new.parquet")
+    line = refused("predict", folder / "run", "--source", tmp_path / "new.parquet",
+                   "--out", tmp_path / "p.parquet")  # fmt: skip
+    assert "no column 'b'; there are a, c, d" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["new.parquet"]
+
+
+def test_a_bad_row_is_named_and_leaves_no_half_file(folder, tmp_path):
+    new, x, _ = table(30, ["a", "b", "c"])
+    x[11, 0] = np.nan
+    pq.write_table(new.set_column(0, "a", [x[:, 0]]), tmp_path / "new.parquet")
+    line = refused("predict", folder / "run", "--source", tmp_path / "new.parquet",
+                   "--out", tmp_path / "p.parquet", "--batch-size", 5)  # fmt: skip
+    assert "row 11" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["new.parquet"]
+
+
+def test_columns_that_are_vectors(tmp_path):
+    x, y = vectors(60)
+    column = pa.FixedSizeListArray.from_arrays(x.ravel(), 3)
+    pq.write_table(pa.table({"v": column, "y": y[:, 0]}), tmp_path / "d.parquet")
+    pq.write_table(pa.table({"k": y[:, 0], "v": column}), tmp_path / "new.parquet")
+    ok("stream", "--source", tmp_path / "d.parquet", "--run", tmp_path / "r", "--width", 4)
+    ok("predict", tmp_path / "r", "--source", tmp_path / "new.parquet",
+       "--out", tmp_path / "p.parquet")  # fmt: skip
+    assert pq.read_table(tmp_path / "p.parquet").num_rows == 60
+
+
+def test_a_field_is_predicted_on_a_finer_grid(tmp_path):
+    for name, grid, seed in (("train", 64, 0), ("fine", 128, 1)):
+        ok("make", "burgers", "--out", tmp_path / f"{name}.zarr", "--samples", 80, "--grid", grid,
+           "--nu", 0.1, "--time", 0.2, "--seed", seed, "--quiet")  # fmt: skip
+    ok("stream", "--source", tmp_path / "train.zarr", "--run", tmp_path / "r", "--width", 8,
+       "--modes", 6, "--epochs", 6, "--batch-size", 16)  # fmt: skip
+    fine = zarr.open_group(tmp_path / "fine.zarr", mode="r")
+    result = ok("predict", tmp_path / "r", "--source", tmp_path / "fine.zarr",
+                "--out", tmp_path / "p.zarr")  # fmt: skip
+    predicted = zarr.open_group(tmp_path / "p.zarr", mode="r")
+    truth, mean = fine["y"][:], predicted["y"][:].reshape(80, 128)
+    error = np.linalg.norm(mean - truth, axis=1) / np.linalg.norm(truth, axis=1)
+    assert error.mean() < 0.5
+    assert f"relative_l2 {error.mean():.4g}" in result.out
+    assert predicted.attrs["interval_level"] == 0.9
+    zarr_of(tmp_path / "only.zarr", x=fine["x"][:])
+    result = ok("predict", tmp_path / "r", "--source", tmp_path / "only.zarr",
+                "--out", tmp_path / "q.zarr")  # fmt: skip
+    assert "rmse" not in result.out
+    np.testing.assert_array_equal(
+        zarr.open_group(tmp_path / "q.zarr", mode="r")["y"][:], predicted["y"][:]
+    )
+
+
+def test_making_data(tmp_path):
+    out = tmp_path / "b.zarr"
+    command = ["make", "burgers", "--out", out, "--samples", 5, "--grid", 16, "--dtype", "float64"]
+    result = ok(*command)
+    assert f"learn it: kalmanhead stream --source {out}" in result.out
+    first = zarr.open_group(out, mode="r")["y"][:]
+    assert first.shape == (5, 16)
+    assert first.dtype == np.float64
+    assert "exists" in refused(*command)
+    assert ok(*command, "--overwrite", "--seed", 1, "--quiet").out == ""
+    assert not np.array_equal(zarr.open_group(out, mode="r")["y"][:], first)

@@ -1,0 +1,141 @@
+"""The README does not go stale: its examples run, its commands parse, its figures are measured.
+
+`python tests/test_readme.py` prints the tables as the README must have them.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kalmanhead.cli.main import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADS = {"reset": "closed form (`reset`, lambda 100)", "adam": "Adam, last layer included"}
+
+
+def blocks(language):
+    """Blocks of a language as pairs of what stands behind it and the text."""
+    return [
+        (info.strip(), text) for found, info, text in BLOCK.findall(README) if found == language
+    ]
+
+
+def commands(program):
+    lines = (line for _, text in blocks("sh") for line in text.splitlines())
+    return [line for line in lines if line.split()[:1] == [program]]
+
+
+def result(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def burgers_table():
+    results = result("burgers")["results"]
+    lines = [
+        "| Burgers' equation, FNO | held-out relative L2, mean | each seed | time, Adam = 1 |",
+        "|---|---|---|---|",
+    ]
+    base = sum(row["seconds"] for row in results["rows"] if row["head"] == "adam")
+    for head, label in HEADS.items():
+        rows = [row for row in results["rows"] if row["head"] == head]
+        seeds = ", ".join(f"{row['relative_l2'][-1]:.4f}" for row in rows)
+        time = sum(row["seconds"] for row in rows) / base
+        mean = results["mean_after_last_pass"][head]
+        lines.append(f"| {label} | {mean:.4f} | {seeds} | {time:.2f} |")
+    return lines
+
+
+def zarr_table():
+    lines = ["| Reading Zarr, rows/s | `open_source` | zarr alone | ratio |", "|---|---|---|---|"]
+    for case, figures in result("zarr_reading")["results"].items():
+        speed = figures["rows_per_second"]
+        ratio = figures["ratio"]
+        lines.append(f"| {case} | {speed['ours']:,} | {speed['direct']:,} | {ratio:.2f} |")
+    return lines
+
+
+def overhead_table():
+    results = result("overhead")["results"]
+    loop, peaks = results["loop"], results["peak_mb"]
+    memory = ", ".join(f"{mb:.0f} MB after {int(n):,} batches" for n, mb in peaks.items())
+    return [
+        "| The loop around the learner (MLP, batches of 32) | |",
+        "|---|---|",
+        f"| bare, from memory | {loop['bare_us_per_batch']:.0f} µs a batch |",
+        f"| from Zarr, metrics, checkpoints | {loop['stream_us_per_batch']:.0f} µs a batch |",
+        f"| ratio of the two | {loop['ratio']:.2f} |",
+        f"| peak memory of a process | {memory} |",
+    ]
+
+
+TABLES = {"burgers": burgers_table, "zarr_reading": zarr_table, "overhead": overhead_table}
+MEASURED = {name: make for name, make in TABLES.items() if (RESULTS / f"{name}.json").exists()}
+
+
+def test_the_python_examples_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "readme"}
+    for info, text in blocks("python"):
+        if info.startswith("file="):
+            Path(info.removeprefix("file=")).write_text(text, encoding="utf-8")
+        exec(compile(text, f"README.md {info}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("line", commands("kalmanhead"))
+def test_the_commands_parse(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert '`source = "prices.parquet"`' in README
+    Path("run.toml").write_text('source = "prices.parquet"\ntarget = ["close"]\n', encoding="utf-8")
+    command, words = cli, shlex.split(line, comments=True)[1:]
+    context = cli.make_context("kalmanhead", list(words), resilient_parsing=True)
+    while hasattr(command, "resolve_command"):
+        name, command, words = command.resolve_command(context, words)
+        context = command.make_context(name, list(words), parent=context)
+    assert not hasattr(command, "commands")
+
+
+def test_the_worked_example_is_what_make_demo_runs():
+    dry = subprocess.run(
+        ["make", "-n", "demo"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.replace("\\\n", " ")
+    done = [" ".join(line.partition(".venv/bin/")[2].split()) for line in dry.splitlines()]
+    shown = [line for line in commands("kalmanhead") if "demo/" in line]
+    assert shown
+    assert set(shown) <= set(done)
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = [line.split()[1] for line in commands("make")]
+    assert {"demo", "test"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    for link in links:
+        assert (ROOT / link).is_file(), link
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_figures_are_those_of_the_benchmarks(name):
+    table = "\n".join(MEASURED[name]())
+    header = table.splitlines()[0]
+    assert header in README or name == "overhead", "`python tests/test_readme.py` prints the tables"
+    if header in README:
+        start = README.index(header)
+        assert README[start:].split("\n\n")[0] == table
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n\n".join("\n".join(make()) for make in MEASURED.values()) + "\n")
