@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kalmanhead.errors import ConfigError
+from kalmanhead.errors import ConfigError, kind_and_line
 from kalmanhead.spectral import SpectralConv
 
 BACKBONES = ("auto", "linear", "mlp", "fno")
@@ -74,6 +74,11 @@ class LinearBackbone(nn.Module):
         Features or channels of the input.
     feature_dim:
         -1 for x (n, in_features), 1 for x (n, in_features, *grid).
+
+    Raises
+    ------
+    ConfigError
+        If in_features is less than 1.
 
     Examples
     --------
@@ -362,7 +367,7 @@ def load_factory(spec: str) -> Callable[[Sequence[int], Sequence[int]], nn.Modul
         try:
             model = factory(tuple(x_shape), tuple(y_shape)) if shaped else factory()
         except Exception as error:
-            raise ConfigError(f"{spec!r} failed: {_describe(error)}") from error
+            raise ConfigError(f"{spec!r} failed: {kind_and_line(error)}") from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"{spec!r} returned a {type(model).__name__}: it must return a torch.nn.Module"
@@ -384,9 +389,9 @@ def _import(name: str) -> Any:
             raise ConfigError(
                 f"module {name} is not found: run from its folder or install it"
             ) from error
-        raise ConfigError(f"importing {name} failed: {_describe(error)}") from error
+        raise ConfigError(f"importing {name} failed: {kind_and_line(error)}") from error
     except Exception as error:
-        raise ConfigError(f"importing {name} failed: {_describe(error)}") from error
+        raise ConfigError(f"importing {name} failed: {kind_and_line(error)}") from error
     finally:
         if "" in sys.path:
             sys.path.remove("")
@@ -399,9 +404,3 @@ def _takes_shapes(factory: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _describe(error: BaseException) -> str:
-    """Kind and first line of an error, for a message of one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

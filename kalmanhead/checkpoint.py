@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str], *, kind: str | None = None) -> Any:
         checkpoint at all (a pickle, say). One line with the file and the cure.
     """
     blob = _read(path)
-    start = _START.match(blob[: 8 + len(_PREFIX) + 11])
+    start = _match_start(blob)
     if start is None:
         raise CheckpointError(_why_foreign(path, blob))
     if int(start[1]) != FORMAT:
@@ -108,7 +108,7 @@ def load(path: str | os.PathLike[str], *, kind: str | None = None) -> Any:
     place = _digest_place(blob)
     if bytes(blob[place]) != _digest(blob, place):
         raise _damaged(path, "its digest does not match its content")
-    manifest, tree = _decode(path, blob, place.stop + 1)
+    manifest, tree = _decode(path, blob)
     if kind is not None and manifest.get("kind") != kind:
         raise CheckpointError(
             f"{path}: a checkpoint of kind {manifest.get('kind')!r} where {kind!r} is needed; "
@@ -214,6 +214,8 @@ class CheckpointFolder:
         ------
         CheckpointError
             As in `save`; nothing has been dropped then.
+        ValueError
+            The index is negative.
         """
         if index < 0:
             raise ValueError(f"index must not be negative, got {index}")
@@ -277,9 +279,7 @@ class CheckpointFolder:
             path.unlink()
 
 
-def _decode(
-    path: str | os.PathLike[str], blob: bytearray, manifest_start: int
-) -> tuple[dict[str, Any], Any]:
+def _decode(path: str | os.PathLike[str], blob: bytearray) -> tuple[dict[str, Any], Any]:
     # The digest only says that the file is as it was written. Whoever wrote it may have meant
     # harm, so every failure to decode is an expected one.
     try:
@@ -309,8 +309,12 @@ def _read(path: str | os.PathLike[str]) -> bytearray:
         ) from error
 
 
+def _match_start(blob: bytearray) -> re.Match[bytes] | None:
+    return _START.match(blob[: 8 + len(_PREFIX) + 11])
+
+
 def _digest_place(blob: bytearray) -> slice:
-    start = _START.match(blob[: 8 + len(_PREFIX) + 11])
+    start = _match_start(blob)
     if start is None:
         raise AssertionError("safetensors no longer writes the metadata first")
     return slice(start.end(), start.end() + _DIGEST_LENGTH)

@@ -139,11 +139,16 @@ def build_learner(
     }
     if config.backbone.startswith("module:"):
         model = _call_factory(config, x_shape, y_shape)
-        learner = OnlineLearner.wrap(
-            model.to(device), factory, head=make_head, scale_x=True, **options
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        return OnlineLearner.wrap(
+            model.to(device),
+            factory,
+            example=torch.zeros(1, *x_shape, dtype=dtype, device=device),
+            head=make_head,
+            scale_x=True,
+            targets_in_units=False,
+            **options,
         )
-        learner.in_target_units = False
-        return learner
     backbone = make_backbone(
         config.backbone,
         x_shape,

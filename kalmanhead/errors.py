@@ -31,3 +31,9 @@ class NumericalError(KalmanHeadError):
 
 class SplitError(KalmanHeadError):
     """The last linear layer of a model cannot be split off."""
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Kind and first line of an error that is not ours, for a message of one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -95,6 +95,8 @@ class KalmanHead(nn.Module):
     transition:
         What is remembered between batches: `reset` (the paper's proximal update), `drift`,
         `forget`, `static`, `ridge`, or a `Transition`.
+    eta, gamma:
+        Rate of `drift` (default 0.1) and factor of `forget` (default 0.99).
     prior_precision:
         lambda, one number or one per feature, (d,). Infinity switches a feature off exactly.
     lambda_scale:
@@ -106,7 +108,8 @@ class KalmanHead(nn.Module):
     noise_memory:
         Rows over which the noise variance is averaged, roughly, once so many were seen.
     dtype, device:
-        Of the state. float64 whatever the backbone's dtype; float32 is kept as a square root.
+        Of the state. float64 whatever the backbone's dtype. A float32 covariance that is
+        remembered is kept as a square root.
 
     Raises
     ------
@@ -260,7 +263,8 @@ class KalmanHead(nn.Module):
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,).
 
         Needs the constant. The mean becomes W A and the covariance A' P A, where the old features
-        are A times the new ones; predictions are the same as before.
+        are A times the new ones; predictions are the same as before. A prior that `reset`,
+        `ridge` or `drift` returns to is meant for features as they are scaled now, and stays.
         """
         p = ratio.shape[0]
         change = torch.eye(self.weight.shape[1]).to(self.weight)

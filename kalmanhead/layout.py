@@ -108,11 +108,15 @@ def check_pair(
             f"targets have shape {tuple(y.shape)} beside features {tuple(phi.shape)}: expected "
             f"{out_features} in dimension {feature_dim} and the same other dimensions"
         )
-    if weight is None:
-        return
-    if weight.shape != phi.shape[:1]:
+    if weight is not None:
+        check_weight(weight, phi.shape[0])
+
+
+def check_weight(weight: Tensor, samples: int) -> None:
+    """Refuse row weights that are not one non-negative number per sample."""
+    if weight.shape != (samples,):
         raise ConfigError(
-            f"weight has shape {tuple(weight.shape)}: give one per sample, ({phi.shape[0]},)"
+            f"weight has shape {tuple(weight.shape)}: give one per sample, ({samples},)"
         )
     if not (torch.isfinite(weight).all() and (weight >= 0).all()):
         raise ConfigError("weight holds a negative or non-finite number: 0 leaves a row out")

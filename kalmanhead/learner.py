@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError, NumericalError
-from kalmanhead.head import Head
+from kalmanhead.errors import ConfigError, NumericalError, SplitError
+from kalmanhead.head import Head, KalmanHead
+from kalmanhead.layout import check_weight, rescaled_weight
 from kalmanhead.noise import Predictive
 from kalmanhead.scaler import RunningScaler
+from kalmanhead.split import merge_head, split_head
 
 State = dict[str, Any]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -64,13 +66,16 @@ class OnlineLearner(nn.Module):
         then solves W on the batch's new features.
     scale_x, scale_y:
         Standardise inputs and targets.
+    targets_in_units:
+        Whether the head's initial weights are meant for targets in their own units, as those of
+        a trained model are, and not for standardised ones.
     clip:
         Largest norm of the backbone's gradient, None for no limit.
 
     Raises
     ------
     ConfigError
-        On the first batch whose shapes do not fit, or whose values cannot be learnt from.
+        An unknown order, or a clip that is no positive number.
 
     Notes
     -----
@@ -100,6 +105,7 @@ class OnlineLearner(nn.Module):
         order: Order = "head-first",
         scale_x: bool = True,
         scale_y: bool = True,
+        targets_in_units: bool = False,
         clip: float | None = None,
     ) -> None:
         super().__init__()
@@ -110,6 +116,7 @@ class OnlineLearner(nn.Module):
         self.backbone, self.head = backbone, head
         self.skip, self.order, self.clip = skip, order, clip
         self.scale_x, self.scale_y = scale_x, scale_y
+        self.targets_in_units = targets_in_units
         self.trained = [p for p in self.parameters() if p.requires_grad]
         make = optimizer if optimizer is not None else adam()
         self.optimizer = make(self.trained) if self.trained else None
@@ -118,7 +125,6 @@ class OnlineLearner(nn.Module):
         self.mode_matters: bool | None = None
         self.batches = 0
         self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
-        self.in_target_units = False
         self.eval()
 
     @torch.no_grad()
@@ -149,7 +155,9 @@ class OnlineLearner(nn.Module):
         Raises
         ------
         ConfigError
-            Shapes that do not fit, or non-finite values; nothing has been learnt then.
+            Shapes that do not fit, non-finite values, a negative weight; nothing has been learnt.
+        NumericalError
+            The backbone has diverged, or the solve gave no finite weights.
         """
         self.step(x, y, weight)
 
@@ -158,14 +166,18 @@ class OnlineLearner(nn.Module):
 
         Arguments and errors as for `learn`; returns what `predict` returns.
         """
-        check_values(x, y)
+        check_values(x, y, weight)
+        if y.shape[1] != self.head.out_features:
+            raise ConfigError(
+                f"y has shape {tuple(y.shape)}: the head has {self.head.out_features} outputs"
+            )
         if x.shape[0] == 0:
             return torch.empty_like(y)
         if self.batches == 0:
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x)
             self.x_scaler, self.y_scaler = self._new_scalers(x, y)
-            self._follow_scales(x, y, start=not self.in_target_units)
+            self._follow_scales(x, y, start=not self.targets_in_units)
             self._learn(self._pass(x, y, weight))
         else:
             batch = self._pass(x, y, weight)
@@ -209,20 +221,45 @@ class OnlineLearner(nn.Module):
         SplitError
             The model does not end with a linear layer that can be taken off.
         """
-        from kalmanhead.head import KalmanHead
-        from kalmanhead.split import split_head
-
         split = split_head(model, example)
+        if not split.verified:
+            raise SplitError(
+                f"that {split.path} is the last thing {type(model).__name__} does could not be "
+                "proved by tracing it: give wrap an example input (example=x)"
+            )
         k, d = split.weight.shape
         make = head if head is not None else KalmanHead
         made = make(d, k, bias=split.bias is not None, feature_dim=split.feature_dim)
         made.set_weight(split.weight, split.bias)
-        learner = cls(split.backbone, made, optimizer, **{"scale_x": False, **options})
-        learner.in_target_units = True
-        return learner
+        defaults = {"scale_x": False, "targets_in_units": True}
+        return cls(split.backbone, made, optimizer, **{**defaults, **options})
+
+    def unwrap(self) -> nn.Module:
+        """Give back the plain model of a learner that `wrap` made: a copy, last layer filled in.
+
+        Raises
+        ------
+        ConfigError
+            The learner scales or skips inputs, which the plain model does not.
+        SplitError
+            The learner was not made by `wrap`.
+        """
+        if self.x_scaler is not None or self.skip:
+            raise ConfigError("unwrap needs a learner with scale_x and skip off: wrap it so")
+        weight = self.head.weight.detach()
+        if self.y_scaler is not None:
+            scale, shift = self.y_scaler.scale, self.y_scaler.shift
+            weight = rescaled_weight(weight, scale, shift, self.head.has_bias)
+        weight = weight.to(self.dtype)
+        if not self.head.has_bias:
+            return merge_head(self.backbone, weight, None)
+        return merge_head(self.backbone, weight[:, 1:], weight[:, 0])
 
     def state(self) -> State:
-        """Everything that is needed to go on exactly: plain values and tensors."""
+        """Everything that is needed to go on exactly: plain values and tensors.
+
+        They are the learner's own, so save or copy them before the next batch.
+        """
         return {
             "backbone": self.backbone.state_dict(),
             "head": self.head.state(),
@@ -382,7 +419,7 @@ def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> T
     return squares.sum() / total
 
 
-def check_values(x: Tensor, y: Tensor) -> None:
+def check_values(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
     """Refuse a batch with values that nothing can be learnt from, before anything changes."""
     if x.dim() < 2 or y.dim() < 2 or x.shape[0] != y.shape[0]:
         raise ConfigError(
@@ -396,6 +433,8 @@ def check_values(x: Tensor, y: Tensor) -> None:
         raise ConfigError(
             f"y holds infinity in {_first_bad(torch.isinf(y))}; a missing target is NaN"
         )
+    if weight is not None:
+        check_weight(weight, x.shape[0])
 
 
 def _first_bad(bad: Tensor) -> str:
@@ -411,8 +450,6 @@ def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
     by_type = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
     if any(isinstance(module, by_type) for module in backbone.modules()):
         return True
-    if not any(True for _ in backbone.modules()):
-        return False
     with torch.no_grad():
         backbone.eval()
         evaluated = backbone(x)

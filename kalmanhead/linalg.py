@@ -82,7 +82,9 @@ def covariance_root(covariance: Tensor) -> Tensor:
     off = covariance.diagonal(dim1=-2, dim2=-1) == 0
     if not off.any():
         return safe_cholesky(covariance, "the covariance P")
-    factor = safe_cholesky(covariance + torch.diag_embed(off.to(covariance.dtype)), "covariance P")
+    factor = safe_cholesky(
+        covariance + torch.diag_embed(off.to(covariance.dtype)), "the covariance P"
+    )
     return torch.where(off[..., None], 0.0, factor)
 
 
@@ -98,8 +100,7 @@ def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
 
 def cholesky_solve(factor: Tensor, right: Tensor) -> Tensor:
     """(L L')^-1 B for lower L, (..., d, d), and B, (..., d, m)."""
-    half = torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half, upper=True)
+    return torch.linalg.solve_triangular(factor.mT, solve_lower(factor, right), upper=True)
 
 
 def log_determinant(factor: Tensor) -> Tensor:

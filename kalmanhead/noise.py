@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy import stats
+from scipy.special import stdtrit
 from torch import Tensor
 
 from kalmanhead.posterior import Update
@@ -107,5 +107,5 @@ class Predictive:
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper ends of the central interval that holds `level` of the probability."""
         dof = self.dof.detach().cpu().numpy()
-        quantile = torch.as_tensor(stats.t.ppf((1 + level) / 2, dof)).to(self.scale)
+        quantile = torch.as_tensor(stdtrit(dof, (1 + level) / 2)).to(self.scale)
         return self.mean - quantile * self.scale, self.mean + quantile * self.scale

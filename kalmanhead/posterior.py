@@ -85,7 +85,7 @@ class Update:
         log det of R^-1/2 S R^-1/2, (...).
     innovation:
         R^-1/2 (Y - Phi W-'), what the rows brought that was not foreseen, (..., n, k).
-    spread:
+    leverage:
         Diagonal of R^-1/2 Phi P- Phi' R^-1/2, (..., n): how unsure W was along each row.
     """
 
@@ -93,7 +93,7 @@ class Update:
     quadratic: Tensor
     log_determinant: Tensor
     innovation: Tensor
-    spread: Tensor
+    leverage: Tensor
 
 
 def condition(
@@ -121,7 +121,7 @@ def condition(
     weight:
         Precision of each row, (n,), non-negative; 2 means the row twice and 0 leaves it out.
     method:
-        `primal`, `dual`, or `auto` for the cheaper of the two.
+        `primal`, `dual`, or `auto` for the cheaper of the two; the QR route takes no notice.
     keep_covariance:
         False skips the new covariance, which then stays the prior's: right where it is going to
         be forgotten anyway.
@@ -129,7 +129,8 @@ def condition(
     Returns
     -------
     Update
-        The new posterior, `dense` or `root` in form, and the evidence of the rows.
+        The new posterior and the evidence of the rows. The posterior is `dense` or `root` in
+        form; without rows, and without its covariance, it keeps a prior's form.
 
     Raises
     ------
@@ -240,7 +241,7 @@ def _condition_qr(
     step = torch.linalg.solve_triangular(r, q[..., :n, :].mT @ innovation, upper=True)
     posterior = Posterior(prior.mean + (root @ step).mT, prior.spread, prior.form)
     if keep_covariance:
-        new_root = torch.linalg.solve_triangular(r.mT, root.mT, upper=False).mT
+        new_root = solve_lower(r.mT, root.mT).mT
         posterior = Posterior(posterior.mean, new_root, "root")
     return _update(posterior, whitened_phi, innovation, step, r)
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import tomli_w
 
 from kalmanhead.checkpoint import write_atomically
-from kalmanhead.errors import CheckpointError, ConfigError, KalmanHeadError
+from kalmanhead.errors import CheckpointError, ConfigError
 
 try:
     import fcntl
@@ -109,7 +109,15 @@ class RunDirectory:
         return run
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration atomically, leaving out entries that are None."""
+        """Write the configuration atomically, leaving out entries that are None.
+
+        Raises
+        ------
+        CheckpointError
+            The file cannot be written.
+        RuntimeError
+            The run was opened for reading; so in `append`, `flush` and `truncate`.
+        """
         self._must_hold_lock()
         write_atomically(self.config_path, tomli_w.dumps(_without_none(config)).encode())
 
@@ -368,8 +376,6 @@ def _refusals(path: Path, what: str) -> Iterator[None]:
     """Turn the system's refusals into one line that names the file."""
     try:
         yield
-    except KalmanHeadError:
-        raise
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot {what}: {error.strerror or error}; mend that or choose another place"

@@ -49,7 +49,13 @@ class RunningScaler:
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
-        """Take the rows of a batch, (n, channels, *grid), into the statistics."""
+        """Take the rows of a batch, (n, channels, *grid), into the statistics.
+
+        Raises
+        ------
+        ConfigError
+            The values have another number of channels.
+        """
         if values.shape[0] == 0:
             return
         if values.shape[1] != self.count.shape[0]:

@@ -11,13 +11,13 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from kalmanhead.errors import SplitError
+from kalmanhead.errors import SplitError, kind_and_line
 from kalmanhead.tap import HeadTap, SplitBackbone, is_squeezed
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -110,7 +110,7 @@ def split_head(model: nn.Module, example: _Example | None = None) -> HeadSplit:
     try:
         own = copy.deepcopy(model)
     except Exception as error:
-        raise SplitError(f"the model cannot be copied: {_line(error)}") from error
+        raise SplitError(f"the model cannot be copied: {kind_and_line(error)}") from error
     if isinstance(own, _LAYERS):
         path, verified, squeezed = "", True, False
     elif example is not None:
@@ -319,7 +319,7 @@ def _operation(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
 
 
-def _refuse_traced(model: nn.Module, graph: fx.Graph, what: str) -> None:
+def _refuse_traced(model: nn.Module, graph: fx.Graph, what: str) -> NoReturn:
     modules = [m for _, m in model.named_modules()]
     if not any(isinstance(m, (nn.Linear, _ConvNd)) for m in modules):
         raise SplitError(_NO_LAYER)
@@ -371,7 +371,7 @@ def _verify(backbone: SplitBackbone, path: str, example: _Example) -> bool:
             raise
         except Exception as error:
             raise SplitError(
-                f"the model fails without its last layer {path!r}: {_line(error)}"
+                f"the model fails without its last layer {path!r}: {kind_and_line(error)}"
             ) from error
     assert probe is not None
     culprit = after[0] if after else "something"
@@ -401,7 +401,7 @@ def _called(model: nn.Module, example: _Example) -> Any:
     try:
         return model(*_arguments(example))
     except Exception as error:
-        raise SplitError(f"the model fails on the example: {_line(error)}") from error
+        raise SplitError(f"the model fails on the example: {kind_and_line(error)}") from error
 
 
 @contextmanager
@@ -411,8 +411,3 @@ def _calm(model: nn.Module) -> Iterator[None]:
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         yield
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

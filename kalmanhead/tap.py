@@ -77,15 +77,15 @@ class SplitBackbone(nn.Module):
     def __init__(self, model: nn.Module, tap: HeadTap) -> None:
         super().__init__()
         self.model = model
-        # Kept outside the module tree: the tap is already part of the model.
-        self.__dict__["_tap_path"] = next(p for p, m in model.named_modules() if m is tap)
+        # By name: the tap is part of the model and may not be registered twice.
+        self._tap_path = next(p for p, m in model.named_modules() if m is tap)
         self.out_features = tap.in_features
         self.feature_dim = tap.feature_dim
 
     @property
     def tap(self) -> HeadTap:
         """The module in the last layer's place."""
-        tap = self.model.get_submodule(self.__dict__["_tap_path"])
+        tap = self.model.get_submodule(self._tap_path)
         assert isinstance(tap, HeadTap)
         return tap
 

@@ -33,6 +33,13 @@ class TrainedHead(nn.Module):
         As for `KalmanHead`.
     seed:
         Of the initial weights.
+    dtype, device:
+        Of the weights; the noise is float64.
+
+    Raises
+    ------
+    ConfigError
+        A size that makes no sense.
     """
 
     def __init__(
@@ -132,7 +139,13 @@ class TrainedHead(nn.Module):
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
-        """Go on from what `state` returned."""
+        """Go on from what `state` returned.
+
+        Raises
+        ------
+        ConfigError
+            The state belongs to a head of another shape.
+        """
         if state["mean"].shape != self.mean.shape:
             raise ConfigError(
                 f"the saved head has weights {tuple(state['mean'].shape)}, this one "

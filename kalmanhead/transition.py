@@ -141,11 +141,13 @@ class Forget:
         scaled = ((1 - gamma) * precision).sqrt()[..., :, None] * root
         identity = torch.eye(spread.shape[-1], dtype=spread.dtype, device=spread.device)
         if posterior.form == "dense":
-            inner = safe_cholesky(gamma * identity + symmetrise(scaled.mT @ scaled), "I + F' L F")
+            inner = safe_cholesky(
+                gamma * identity + symmetrise(scaled.mT @ scaled), "g I + (1 - g) F' L F"
+            )
             new_root = solve_lower(inner, root.mT)
             return Posterior(mean, symmetrise(new_root.mT @ new_root))
         r = qr_root(torch.cat([gamma**0.5 * identity.expand(scaled.shape), scaled], -2))
-        new_root = torch.linalg.solve_triangular(r.mT, root.mT, upper=False).mT
+        new_root = solve_lower(r.mT, root.mT).mT
         return Posterior(mean, new_root, "root")
 
 
@@ -154,8 +156,8 @@ def make_transition(
 ) -> Transition:
     """Transition by its name: `reset`, `drift`, `forget`, `static` or `ridge`.
 
-    `eta` (default 0.1) is for `drift` and `gamma` (default 0.99) for `forget`; a transition that
-    is none by name is passed through.
+    `eta` (default 0.1) is for `drift` and `gamma` (default 0.99) for `forget`; a `Transition` is
+    passed through as it is.
 
     Raises
     ------

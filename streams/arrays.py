@@ -124,6 +124,8 @@ class PairSource(RandomAccessSource):
     ------
     SourceError
         Unequal lengths, no rows, or grids that do not match.
+    ConfigError
+        When `dims` is none of 0, 1 and 2.
     """
 
     def __init__(
@@ -146,8 +148,7 @@ class PairSource(RandomAccessSource):
         if len(lengths) > 1 and not follow:
             listed = ", ".join(f"{part.name} has {part.shape[0]} rows" for part in parts)
             raise SourceError(
-                f"{name}: {listed}; make them equal, or take the shorter with follow=True "
-                f"(--follow)"
+                f"{name}: {listed}; make them equal, or take the shorter with follow=True"
             )
         self.rows = min(lengths)
         self.spec = self.layout.spec(self.rows, x.name, y.name)
@@ -209,6 +210,7 @@ class LeadSource(RandomAccessSource):
         self.layout = choose_layout(u.shape[1:], u.shape[1:], dims, name)
         self.rows = u.shape[0] - lead
         now = numbered(u.name, self.layout.x_shape[0])
+        self.lag = lead - 1
         self.spec = SourceSpec(
             self.layout.x_shape,
             self.layout.y_shape,

@@ -66,6 +66,8 @@ def choose_columns(
 ) -> Columns:
     """Choose features, targets and weight by name, and check that they are numbers.
 
+    With `lack_targets` no target is chosen; those that are there count as no features.
+
     Raises
     ------
     SourceError
@@ -105,7 +107,7 @@ def choose_columns(
         named = ", ".join(f"{n!r} ({schema.field(n).type})" for n in odd)
         raise SourceError(
             f"{where}: features that are no numbers: {named}; choose numeric ones with features= "
-            f"(--features)"
+            f"(--feature)"
         )
     for name in [*targets, *([weight] if weight else [])]:
         if not is_numeric(schema.field(name).type):

@@ -203,7 +203,6 @@ def open_source(
         storage_options,
         optional_targets,
     )
-    is_series = field is not None or isinstance(target, np.ndarray | torch.Tensor)
     return Stream(
         make_source(target, options),
         batch_size,
@@ -212,7 +211,6 @@ def open_source(
         seed=seed,
         holdout=holdout,
         on_bad=on_bad,
-        lag=lead - 1 if is_series else 0,
         prefetch=prefetch,
         max_rows=max_rows,
         window_bytes=window_bytes,

@@ -56,6 +56,8 @@ class ParquetSource(RandomAccessSource):
         Column of row weights.
     storage_options:
         Passed to fsspec.
+    optional_targets:
+        If a target column is not there, give rows with so many missing targets.
 
     Notes
     -----
@@ -202,7 +204,7 @@ class ParquetSource(RandomAccessSource):
             if problem:
                 raise SourceError(
                     f"{path}: column {name!r} {problem}; write all files with one schema, or "
-                    f"choose columns with features= (--features)"
+                    f"choose columns with features= (--feature)"
                 )
 
 

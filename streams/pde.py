@@ -37,7 +37,7 @@ _SOLVE_ROWS = 512  # rows solved at a time when a file is written
 
 
 class Equation(Protocol):
-    """What a solver must offer to be written to a file or streamed."""
+    """What a solver must offer to be written to a file."""
 
     @property
     def name(self) -> str:
@@ -354,6 +354,8 @@ def write_zarr(
         If a number or the dtype makes no sense.
     SourceError
         If `path` exists and `overwrite` is not set, or cannot be written.
+    NumericalError
+        If the solver overflows.
 
     Examples
     --------

@@ -80,6 +80,8 @@ class RiverSource(Source):
     SourceError
         For unknown names, data sets that would have to be downloaded, and strings among the
         features or targets.
+    ConfigError
+        When `rows` is no whole number from 1 on.
     """
 
     def __init__(self, target: str, *, features: tuple[str, ...] | None = None):
@@ -141,7 +143,7 @@ class RiverSource(Source):
         if unknown and not self._choosy:
             raise SourceError(
                 f"{self.locate(row)} has a feature {unknown[0]!r} that the first row has not; "
-                f"choose features with features= (--features)"
+                f"choose features with features= (--feature)"
             )
         return [self._number(values.get(key), key, row) for key in self._keys]
 
@@ -165,7 +167,7 @@ class RiverSource(Source):
         if isinstance(value, int) and abs(value) > LARGEST_EXACT_INTEGER:
             raise SourceError(
                 f"{self.locate(row)}: {key!r} holds an integer beyond 2^53, which float64 cannot "
-                f"hold exactly; leave it out with features= (--features)"
+                f"hold exactly; leave it out with features= (--feature)"
             )
         return number
 
@@ -174,7 +176,7 @@ class RiverSource(Source):
         if text:
             raise SourceError(
                 f"{self.name}: features that are text: {', '.join(text)}; choose numeric ones "
-                f"with features= (--features)"
+                f"with features= (--feature)"
             )
         labels = y.values() if isinstance(y, Mapping) else [y]
         if any(isinstance(label, str) for label in labels):

@@ -99,6 +99,8 @@ class Source(ABC):
 
     name: str
     spec: SourceSpec
+    # Steps that a row's target comes later than the row itself, beyond the next one.
+    lag: int = 0
 
     @abstractmethod
     def iterate(self, start: int = 0) -> Iterator[Block]:

@@ -44,7 +44,7 @@ class Stream:
         "stop" raises at a row that cannot be learnt from, after the full batches before it;
         "skip" leaves it out and counts it in the next batch's `bad_rows`.
     lag:
-        Steps that a target comes later than its row (lead - 1). With lag, and without
+        Rows that wait for their targets once predicted: lead - 1. With lag, and without
         shuffling, each batch carries in `due` the rows whose targets have come once it has been
         predicted; a last batch of no rows carries those that are left.
     prefetch:
@@ -83,19 +83,20 @@ class Stream:
         seed: int = 0,
         holdout: float = 0,
         on_bad: str = "stop",
-        lag: int = 0,
+        lag: int | None = None,
         prefetch: int = 2,
         max_rows: int | None = None,
         window_bytes: int = WINDOW_BYTES,
     ):
         _at_least(1, batch_size=batch_size, epochs=epochs, window_bytes=window_bytes)
+        lag = source.lag if lag is None else lag
         _at_least(0, lag=lag, prefetch=prefetch, seed=seed, holdout=holdout)
         if max_rows is not None:
             _at_least(1, max_rows=max_rows)
         if on_bad not in ("stop", "skip"):
             raise ConfigError(f"on_bad is {on_bad!r}; choose 'stop' or 'skip'")
         self.source, self.batch_size, self.epochs, self.seed = source, batch_size, epochs, seed
-        self.on_bad, self.prefetch, self.max_rows = on_bad, prefetch, max_rows
+        self.on_bad, self.prefetch = on_bad, prefetch
         total = source.spec.rows
         if max_rows is not None:
             total = max_rows if total is None else min(total, max_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class ZarrRows(Rows):
             )
         self.array, self.name, self.source_name = array, name, source_name
         self.shape, self.dtype = array.shape, array.dtype
-        self.chunk_rows = max(1, (array.shards or array.chunks)[0])
+        self.chunk_rows = max(1, self._stored_chunks()[0])
 
     def fetch(self, start: int, stop: int) -> Array:
         """Read the rows; a missing or damaged chunk is a SourceError."""
@@ -113,11 +114,9 @@ class FollowSource(Source):
     def __init__(self, reopen: Callable[[], RandomAccessSource]):
         self.reopen = reopen
         self.latest = reopen()
+        self.lag = self.latest.lag
         self.name = self.latest.name
-        shown = self.latest.spec
-        self.spec = type(shown)(
-            shown.x_shape, shown.y_shape, shown.x_names, shown.y_names, None, shown.grid_dims
-        )
+        self.spec = replace(self.latest.spec, rows=None)
 
     def iterate(self, start: int = 0) -> Iterator[Block]:
         """Yield complete rows from `start` on, and those written meanwhile."""
@@ -193,7 +192,7 @@ def open_zarr(
             grid = found[x].shape[len(found[x].shape) - (dims or 0) :]
             rows[y] = MissingRows(y, (found[x].shape[0], optional_targets or 0, *grid))
         if follow:
-            rows = {name: _FirstRows(r, r.complete_rows()) for name, r in found.items()}
+            rows |= {name: _FirstRows(r, r.complete_rows()) for name, r in found.items()}
         if field:
             return LeadSource(rows[field], lead, name=target, dims=dims, kind="zarr")
         return PairSource(

@@ -1,5 +1,7 @@
 """Dense float64 numpy answers, written without the code under test."""
 
+from math import lgamma, log, pi
+
 import numpy as np
 
 
@@ -26,8 +28,6 @@ def kalman(phi, y, mean, covariance, weight):
 
 def log_student_t(y, location, scale_matrix, dof):
     """Log density of the multivariate Student t with a dense scale matrix."""
-    from math import lgamma, log, pi
-
     n = len(y)
     residual = y - location
     quadratic = residual @ np.linalg.solve(scale_matrix, residual)

@@ -265,3 +265,33 @@ def test_scaler_is_per_channel_for_fields_and_skips_missing():
 def test_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         OnlineLearner(network(), KalmanHead(8, 1), **options)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_wrapped_model_predicts_as_before_and_comes_back_as_a_plain_one(bias):
+    torch_model = nn.Sequential(network(), nn.Linear(8, 1, bias=bias))
+    learner = OnlineLearner.wrap(torch_model, adam(1e-2))
+    x, y = next(data(1, seed=3))
+    torch.testing.assert_close(learner.predict(x), torch_model(x).detach())
+    for x, y in data(5):
+        learner.learn(x, 30 * y + (7 if bias else 0))
+    plain = learner.unwrap()
+    torch.testing.assert_close(plain(x).detach().double(), learner.predict(x), rtol=1e-4, atol=1e-4)
+    assert type(plain) is nn.Sequential
+    scaled = OnlineLearner.wrap(torch_model, scale_x=True)
+    scaled.learn(x, y)
+    with pytest.raises(ConfigError, match="scale_x and skip off"):
+        scaled.unwrap()
+
+
+def test_a_refused_batch_leaves_everything_as_it_was():
+    learner = OnlineLearner(network(), KalmanHead(8, 1), order="backbone-first")
+    x, y = next(data())
+    with pytest.raises(ConfigError, match="the head has 1 outputs"):
+        learner.learn(x, torch.cat([y, y], 1))
+    assert learner.x_scaler is None
+    learner.learn(x, y)
+    before = copy.deepcopy(learner.state())
+    with pytest.raises(ConfigError, match="negative"):
+        learner.learn(x, y, -torch.ones(16))
+    torch.testing.assert_close(learner.state(), before, rtol=0, atol=0)

@@ -192,7 +192,7 @@ def test_weights_and_remote_files(tmp_path):
     [
         ({}, "no column named y; .*--target.*there are a, s, t"),
         ({"targets": "q"}, "no column 'q'; there are a, s, t"),
-        ({"targets": "a"}, r"no numbers: 's' \(string\), 't' \(timestamp.*--features"),
+        ({"targets": "a"}, r"no numbers: 's' \(string\), 't' \(timestamp.*--feature\)"),
         ({"targets": "s", "features": "a"}, "column 's' has type string"),
         ({"targets": "a", "field": "u"}, "Parquet, which has no option field"),
     ],
@@ -289,7 +289,7 @@ def test_a_field_leads_itself_and_reads_each_chunk_once(tmp_path):
 def test_unequal_lengths_are_refused_or_cut(tmp_path):
     path = str(tmp_path / "a.zarr")
     group_of(path, x=np.ones((100, 2)), y=np.ones(99))
-    with pytest.raises(SourceError, match=r"x has 100 rows, y has 99 rows; .*--follow"):
+    with pytest.raises(SourceError, match=r"x has 100 rows, y has 99 rows; .*follow=True"):
         open_source(path)
     assert len(rows_of(open_source(path, follow=True))) == 99
 
@@ -436,7 +436,7 @@ def test_generators_without_a_seed_repeat():
         ("river:zzz", "no data set 'zzz'; there are AirlinePassengers"),
         ("river.synth:Fridman", "did you mean Friedman"),
         ("river:Bikes", "would have to be downloaded; bundled with river are AirlinePassengers"),
-        ("river.synth:Mv", "features that are text: 3, 7, 8; .*--features"),
+        ("river.synth:Mv", r"features that are text: 3, 7, 8; .*--feature\)"),
         ("river.synth:Friedman?sed=3", "no option 'sed'; there are seed, rows"),
         ("river.synth:Friedman?rows=x", "rows is 'x'"),
         ("river.synth:Agrawal?classification_function=99", "gives no rows|cannot be made"),
