@@ -32,6 +32,7 @@ def predict_rows(
     quiet: bool,
 ) -> None:
     """Write the predictions for a source; see the command for the rest."""
+    refuse_overlap(out, {"the run": str(run), "the source": source})
     directory = RunDirectory.open(run)
     options = stored_options(directory, {}, trust_code=trust_code)
     learner, learnt, features = restored_learner(directory, options)
@@ -86,6 +87,15 @@ def restored_learner(
     # By name, so that further columns, such as the weight or a date, do no harm.
     features = columns(rows.x_names) if kind == "parquet" else options["feature"]
     return learner, rows, features
+
+
+def refuse_overlap(out: Path, kept: dict[str, str]) -> None:
+    """Refuse to write over, into or around what predictions are made from."""
+    target = out.resolve()
+    for what, name in kept.items():
+        path = Path(name).resolve()
+        if path.exists() and (target == path or path.is_relative_to(target)):
+            raise ConfigError(f"--out {out} would overwrite {what}, {name}: give another --out")
 
 
 def columns(names: tuple[str, ...]) -> tuple[str, ...]:

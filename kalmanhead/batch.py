@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+# Far beyond any measurement, and small enough that sums of squares stay finite in float64.
+LARGEST_VALUE = 1e100
+
 
 @dataclass(frozen=True)
 class Cursor:

@@ -13,7 +13,8 @@ from torch import nn
 from kalmanhead.backbones import load_factory, make_backbone
 from kalmanhead.errors import ConfigError
 from kalmanhead.head import Head, KalmanHead
-from kalmanhead.learner import OnlineLearner, OptimizerFactory, Order, adam, sgd
+from kalmanhead.learner import OnlineLearner, Order
+from kalmanhead.optimizers import OptimizerFactory, adam, sgd
 from kalmanhead.trained_head import TrainedHead
 
 HEADS = ("auto", "reset", "drift", "forget", "static", "ridge", "adam", "sgd")

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError, NumericalError
+from kalmanhead.errors import ConfigError, NumericalError, kind_and_line
 from kalmanhead.layout import (
     as_outputs,
     as_rows,
@@ -156,7 +156,13 @@ class KalmanHead(nn.Module):
         self.lambda_scale = lambda_scale
         self.noise_memory = noise_memory
         d = in_features + int(bias)
-        precision = torch.as_tensor(prior_precision, dtype=dtype, device=device)
+        try:
+            precision = torch.as_tensor(prior_precision, dtype=dtype, device=device)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(
+                f"prior_precision {prior_precision!r} cannot be put on device {device} "
+                f"({kind_and_line(error)}): give a number and a device that is there"
+            ) from error
         if precision.dim() > 1 or (precision.dim() == 1 and precision.shape[0] != d):
             raise ConfigError(
                 f"prior_precision has shape {tuple(precision.shape)}: give one number or one for "
@@ -333,7 +339,7 @@ class KalmanHead(nn.Module):
     def _accept(self, update: Update, counted: Tensor, total: float) -> None:
         """Take over a belief, after making sure that it is one."""
         posterior = update.posterior
-        if not math.isfinite(posterior.mean.sum()):
+        if not math.isfinite(posterior.mean.sum() + update.quadratic.sum()):
             raise NumericalError(
                 "the solve gave NaN or infinity: a feature or a target of this batch is not "
                 "finite; nothing was learnt from it"
@@ -351,7 +357,7 @@ class KalmanHead(nn.Module):
         rows = as_rows(phi.detach(), self.feature_dim).to(self.weight.dtype)
         if not self.has_bias:
             return rows
-        return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
+        return torch.cat([rows.new_ones(rows.shape[0], 1), rows], 1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KalmanHead:
         """Follow a move to another device, but keep the dtype: `model.float()` is for backbones."""

@@ -18,7 +18,7 @@ from kalmanhead.errors import ConfigError
 def as_rows(values: Tensor, feature_dim: int) -> Tensor:
     """Every point of every sample as a row: (n, d, *grid) or (*, d) -> (rows, d)."""
     moved = values.movedim(feature_dim, -1)
-    return moved.reshape(-1, moved.shape[-1])
+    return moved.flatten(0, -2)
 
 
 def as_outputs(rows: Tensor, like: Tensor, feature_dim: int) -> Tensor:
@@ -59,6 +59,8 @@ def fill_missing(
 
 def linear_outputs(mean: Tensor, phi: Tensor, has_bias: bool, feature_dim: int) -> Tensor:
     """Outputs W phi + b in the dtype of phi; mean (k, d) holds the constant's weight first."""
+    if not phi.is_floating_point():  # W in integers would be rounded
+        phi = phi.to(mean.dtype)
     mean = mean.to(phi.dtype)
     weight, bias = (mean[:, 1:], mean[:, 0]) if has_bias else (mean, None)
     if feature_dim == -1 or phi.dim() == 2:
@@ -79,6 +81,10 @@ def rescaled_weight(mean: Tensor, ratio: Tensor, offset: Tensor, has_bias: bool)
 
 def check_sizes(in_features: int, out_features: int, feature_dim: int) -> None:
     """Refuse sizes that make no layer."""
+    if not all(isinstance(size, int) for size in (in_features, out_features)):
+        raise ConfigError(
+            f"a head of {in_features!r} features and {out_features!r} outputs: give whole numbers"
+        )
     if in_features < 0 or out_features < 1:
         raise ConfigError(
             f"a head of {in_features} features and {out_features} outputs makes no sense: "
@@ -97,6 +103,8 @@ def check_pair(
     feature_dim: int,
 ) -> None:
     """Refuse features, targets and weights that do not belong together."""
+    if phi.is_complex() or y.is_complex():
+        raise ConfigError(f"features are {phi.dtype} and targets {y.dtype}: give real numbers")
     rest_phi, rest_y = list(phi.shape), list(y.shape)
     if phi.dim() < 2 or y.dim() < 2 or rest_phi.pop(feature_dim) != in_features:
         raise ConfigError(

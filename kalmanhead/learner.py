@@ -1,35 +1,39 @@
-"""The learner: scalers, backbone and head in the order in which a batch goes through them."""
+"""The learner: scales, backbone and head in the order in which a batch goes through them."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError, NumericalError, SplitError
+from kalmanhead.errors import (
+    ConfigError,
+    KalmanHeadError,
+    NumericalError,
+    SplitError,
+)
+from kalmanhead.guard import (
+    acts_by_mode,
+    check_values,
+    check_width,
+    owned,
+    run_backbone,
+    squared_loss,
+)
 from kalmanhead.head import Head, KalmanHead
-from kalmanhead.layout import check_weight, rescaled_weight
+from kalmanhead.layout import rescaled_weight
 from kalmanhead.noise import Predictive
-from kalmanhead.scaler import RunningScaler
+from kalmanhead.optimizers import OptimizerFactory, adam, make_optimizer
+from kalmanhead.scaling import Scaling
 from kalmanhead.split import merge_head, split_head
 
 State = dict[str, Any]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Order = Literal["head-first", "backbone-first"]
-
-
-def adam(lr: float = 3e-3) -> OptimizerFactory:
-    """Adam with this learning rate, as an argument for `OnlineLearner`."""
-    return lambda parameters: torch.optim.Adam(parameters, lr=lr)
-
-
-def sgd(lr: float = 1e-2, momentum: float = 0.9) -> OptimizerFactory:
-    """SGD with momentum, as an argument for `OnlineLearner`."""
-    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum)
 
 
 @dataclass(frozen=True)
@@ -113,15 +117,18 @@ class OnlineLearner(nn.Module):
             raise ConfigError(f"order is {order!r}: choose head-first or backbone-first")
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip is {clip}: give a norm above 0, or None for no limit")
+        if not isinstance(backbone, nn.Module) or not hasattr(head, "update"):
+            raise ConfigError(
+                f"a {type(backbone).__name__} and a {type(head).__name__} make no learner: give a "
+                "torch.nn.Module as backbone, then a head such as KalmanHead"
+            )
         self.backbone, self.head = backbone, head
         self.skip, self.order, self.clip = skip, order, clip
-        self.scale_x, self.scale_y = scale_x, scale_y
+        self.scaling = Scaling(inputs=scale_x, targets=scale_y, center=head.has_bias)
         self.targets_in_units = targets_in_units
         self.trained = [p for p in self.parameters() if p.requires_grad]
         make = optimizer if optimizer is not None else adam()
-        self.optimizer = make(self.trained) if self.trained else None
-        self.x_scaler: RunningScaler | None = None
-        self.y_scaler: RunningScaler | None = None
+        self.optimizer = make_optimizer(make, self.trained) if self.trained else None
         self.mode_matters: bool | None = None
         self.batches = 0
         self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
@@ -130,16 +137,14 @@ class OnlineLearner(nn.Module):
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Predicted targets in their own units, (n, k) or (n, k, *grid); changes nothing."""
-        return self._targets(self.head(self._features(self._scaled_x(x))))
+        return self.scaling.unscale_targets(self.head(self._features(self._scaled_x(x))))
 
     @torch.no_grad()
     def predict_dist(self, x: Tensor) -> Predictive:
         """Predictive distribution of the targets in their own units; changes nothing."""
         scaled = self.head.predict_dist(self._features(self._scaled_x(x)))
-        if self.y_scaler is None:
-            return scaled
-        unit = self.y_scaler.scale.view((-1,) + (1,) * (scaled.scale.dim() - 2))
-        return Predictive(self._targets(scaled.mean), scaled.scale * unit, scaled.dof)
+        mean = self.scaling.unscale_targets(scaled.mean)
+        return Predictive(mean, self.scaling.unscale_spread(scaled.scale), scaled.dof)
 
     def learn(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn from one batch.
@@ -173,19 +178,35 @@ class OnlineLearner(nn.Module):
             )
         if x.shape[0] == 0:
             return torch.empty_like(y)
+        if self.trained and self.dtype == torch.float16:
+            raise ConfigError(
+                "a float16 backbone cannot be trained, its small steps vanish: use bfloat16, "
+                "float32 or float64"
+            )
+        # Gradients are needed whatever mode the caller is in, and none of them is the caller's.
+        with torch.inference_mode(False), torch.enable_grad():
+            undo = self._snapshot()
+            try:
+                weight = None if weight is None else owned(weight, self.device)
+                return self._step(owned(x, self.device), owned(y, self.device), weight)
+            except KalmanHeadError:
+                undo()
+                raise
+
+    def _step(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
         if self.batches == 0:
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x)
-            self.x_scaler, self.y_scaler = self._new_scalers(x, y)
-            self._follow_scales(x, y, start=not self.targets_in_units)
+            self.scaling.begin(x, y)
+            self.scaling.follow(x, y, self.head, skip=False, express=self.targets_in_units)
             self._learn(self._pass(x, y, weight))
         else:
             batch = self._pass(x, y, weight)
             with torch.no_grad():
                 features = self._features(batch.x) if self.mode_matters else batch.phi
-                prediction = self._targets(self.head(features))
+                prediction = self.scaling.unscale_targets(self.head(features))
             self._learn(batch)
-            self._follow_scales(x, y)
+            self.scaling.follow(x, y, self.head, skip=self.skip, express=True)
         self.batches += 1
         return prediction
 
@@ -244,16 +265,37 @@ class OnlineLearner(nn.Module):
         SplitError
             The learner was not made by `wrap`.
         """
-        if self.x_scaler is not None or self.skip:
+        if self.scaling.inputs or self.skip:
             raise ConfigError("unwrap needs a learner with scale_x and skip off: wrap it so")
         weight = self.head.weight.detach()
-        if self.y_scaler is not None:
-            scale, shift = self.y_scaler.scale, self.y_scaler.shift
+        if self.scaling.y is not None:
+            scale, shift = self.scaling.y.scale, self.scaling.y.shift
             weight = rescaled_weight(weight, scale, shift, self.head.has_bias)
         weight = weight.to(self.dtype)
         if not self.head.has_bias:
             return merge_head(self.backbone, weight, None)
         return merge_head(self.backbone, weight[:, 1:], weight[:, 0])
+
+    def train(self, mode: bool = True) -> OnlineLearner:
+        """Stay in evaluation mode: predictions are made in it, and `learn` chooses its own."""
+        return super().train(False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineLearner:
+        """Follow a move of the backbone to another device or dtype, the optimiser's state too."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.dtype = next((p.dtype for p in self.backbone.parameters()), self.dtype)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        self.scaling.to(self.device)
+        return self
+
+    def get_extra_state(self) -> State:
+        """What `state_dict` adds to the parameters, so that it holds all that was learnt."""
+        return {key: value for key, value in self.state().items() if key != "backbone"}
+
+    def set_extra_state(self, state: State) -> None:
+        """Go on from what `get_extra_state` returned."""
+        self.load_state({"backbone": self.backbone.state_dict(), **state})
 
     def state(self) -> State:
         """Everything that is needed to go on exactly: plain values and tensors.
@@ -264,8 +306,7 @@ class OnlineLearner(nn.Module):
             "backbone": self.backbone.state_dict(),
             "head": self.head.state(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
-            "x_scaler": None if self.x_scaler is None else self.x_scaler.state(),
-            "y_scaler": None if self.y_scaler is None else self.y_scaler.state(),
+            "scaling": self.scaling.state(),
             "mode_matters": self.mode_matters,
             "batches": self.batches,
         }
@@ -276,22 +317,52 @@ class OnlineLearner(nn.Module):
         Raises
         ------
         ConfigError
-            The state belongs to another backbone, head or optimiser.
+            The state belongs to another backbone, head or optimiser; nothing has changed then.
         """
+        before = copy.deepcopy(self.state())
         try:
-            self.backbone.load_state_dict(state["backbone"])
-            if self.optimizer is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError) as error:
+            self._load(state)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._load(before)
             reason = " ".join(str(error).split())
             raise ConfigError(
                 f"the saved backbone does not fit this one ({reason[:200]}): build the learner "
                 "with the options it was saved under"
             ) from error
+        except KalmanHeadError:
+            self._load(before)
+            raise
+
+    def _load(self, state: State) -> None:
+        self.backbone.load_state_dict(state["backbone"])
+        if self.optimizer is not None:
+            # Another kind of optimiser takes the state without a word and fails at its first step.
+            saved, mine = state["optimizer"]["param_groups"], self.optimizer.param_groups
+            if any(old.keys() != new.keys() for old, new in zip(saved, mine, strict=True)):
+                raise ValueError("it was trained by another kind of optimizer")
+            self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.head.load_state(state["head"])
-        self.x_scaler = _restored(state["x_scaler"], True, self.device)
-        self.y_scaler = _restored(state["y_scaler"], self.head.has_bias, self.device)
+        self.scaling.load_state(state["scaling"], self.device)
         self.mode_matters, self.batches = state["mode_matters"], state["batches"]
+
+    def _snapshot(self) -> Callable[[], None]:
+        """How to undo a batch that fails; its last act is the optimiser's step, which cannot.
+
+        Nearly free: heads and scales replace their tensors and never write into them.
+        """
+        head, batches, mode = self.head.state(), self.batches, self.mode_matters
+        scaling = self.scaling.state()
+        buffers = [] if mode is False else [(b, b.clone()) for b in self.backbone.buffers()]
+
+        def undo() -> None:
+            self.head.load_state(head)
+            self.batches, self.mode_matters = batches, mode
+            self.scaling.load_state(scaling, self.device)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+        return undo
 
     @property
     def device(self) -> torch.device:
@@ -315,7 +386,7 @@ class OnlineLearner(nn.Module):
         if self.optimizer is None:
             return
         loss = squared_loss(self.head.for_gradient(batch.phi), batch.y, batch.weight)
-        if loss is None:
+        if loss is None or not loss.requires_grad:  # no target, or all parameters frozen since
             return
         if not math.isfinite(loss.detach()):
             raise NumericalError(
@@ -324,144 +395,59 @@ class OnlineLearner(nn.Module):
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not math.isfinite(norm):
+            raise NumericalError(
+                "the backbone's gradient is not finite: look for values of an extreme size in "
+                "this batch; nothing was learnt from it"
+            )
         if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+            torch.nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
         self.optimizer.step()
 
     def _pass(self, x: Tensor, y: Tensor, weight: Tensor | None) -> _Pass:
         """Scale a batch and take it through the backbone in training mode, with gradients."""
         scaled_x = self._scaled_x(x)
-        scaled_y = y.to(self.device)
-        if self.y_scaler is not None:
-            scaled_y = self.y_scaler(scaled_y)
-        if weight is not None:
-            weight = weight.to(self.device)
+        scaled_y = self.scaling.scale_targets(y)
         if self.mode_matters is None:
             self.mode_matters = acts_by_mode(self.backbone, scaled_x)
         if not self.mode_matters:
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
         self.backbone.train()
+        if x.shape[0] == 1 and x.dim() == 2:
+            # A single row, as the last batch of an epoch may be, has no variance to normalise by.
+            for module in self.backbone.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    module.eval()
         try:
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
         finally:
             self.backbone.eval()
 
-    def _new_scalers(
-        self, x: Tensor, y: Tensor
-    ) -> tuple[RunningScaler | None, RunningScaler | None]:
-        x_scaler = RunningScaler(x.shape[1], device=self.device) if self.scale_x else None
-        y_scaler = None
-        if self.scale_y:
-            center = self.head.has_bias
-            y_scaler = RunningScaler(y.shape[1], center=center, device=self.device)
-        return x_scaler, y_scaler
-
-    def _follow_scales(self, x: Tensor, y: Tensor, start: bool = False) -> None:
-        """Take a batch into the statistics and re-express in them what the head has learnt.
-
-        At the start nothing has been learnt: the head's initial weights are meant in the scales
-        that come, not in those that are left.
-        """
-        if self.x_scaler is not None:
-            old_shift, old_scale = self.x_scaler.shift, self.x_scaler.scale
-            self.x_scaler.update(x.to(self.device))
-            if self.skip and self.head.has_bias and not start:
-                offset = (self.x_scaler.shift - old_shift) / old_scale
-                self.head.rescale_inputs(self.x_scaler.scale / old_scale, offset)
-        if self.y_scaler is not None:
-            old_shift, old_scale = self.y_scaler.shift, self.y_scaler.scale
-            self.y_scaler.update(y.to(self.device))
-            new_shift, new_scale = self.y_scaler.shift, self.y_scaler.scale
-            if not start:
-                offset = (old_shift - new_shift) / new_scale
-                self.head.rescale_targets(old_scale / new_scale, offset)
-
     def _scaled_x(self, x: Tensor) -> Tensor:
         """Inputs as the backbone wants them."""
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.is_complex():
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x)
+            raise ConfigError(f"x is {what}: give a real tensor, (n, d_in) or (n, channels, *grid)")
         x = x.to(self.device)
-        if self.x_scaler is not None:
-            x = self.x_scaler(x)
-        return x.to(self.dtype)
+        if x.dtype == torch.bool:
+            x = x.to(self.dtype)
+        known = x.shape[1] if self.scaling.x is None else self.scaling.x.count.shape[0]
+        if x.shape[1] != known:
+            raise ConfigError(
+                f"x has shape {tuple(x.shape)}: {known} inputs were learnt from, give as many"
+            )
+        return self.scaling.scale_inputs(x).to(self.dtype)
 
     def _features(self, scaled_x: Tensor) -> Tensor:
         """Features of the head: the scaled inputs, if asked for, and the backbone's."""
-        phi: Tensor = self.backbone(scaled_x)
+        phi = run_backbone(self.backbone, scaled_x)
         if not self.skip:
-            return phi
+            return check_width(phi, self.head)
         if phi.dim() != scaled_x.dim() or phi.shape[2:] != scaled_x.shape[2:]:
             raise ConfigError(
                 f"skip needs features on the grid of the inputs: inputs have shape "
                 f"{tuple(scaled_x.shape)}, features {tuple(phi.shape)}; leave skip off"
             )
-        return torch.cat([scaled_x, phi], self.head.feature_dim)
-
-    def _targets(self, scaled: Tensor) -> Tensor:
-        """Predictions in the target's units."""
-        return scaled if self.y_scaler is None else self.y_scaler.inverse(scaled)
-
-
-def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Mean of squared errors over the targets that are there; None if there are none.
-
-    Under weights it is the weighted sum over the number of targets with a positive weight, so
-    that a row of weight 2 pulls as two rows do.
-    """
-    error = prediction - target.to(prediction.dtype)
-    missing = torch.isnan(error)
-    squares = torch.where(missing, 0.0, error).square()
-    counted = ~missing
-    if weight is not None:
-        shaped = weight.to(squares).view((-1,) + (1,) * (squares.dim() - 1))
-        squares, counted = squares * shaped, counted & (shaped > 0)
-    total = counted.sum()
-    if int(total) == 0:
-        return None
-    return squares.sum() / total
-
-
-def check_values(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-    """Refuse a batch with values that nothing can be learnt from, before anything changes."""
-    if x.dim() < 2 or y.dim() < 2 or x.shape[0] != y.shape[0]:
-        raise ConfigError(
-            f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}: give (n, ...) each, with the "
-            "same n and at least two dimensions"
-        )
-    # A sum is finite only if every entry is; that it may overflow is looked into below.
-    if not math.isfinite(x.sum()) and not torch.isfinite(x).all():
-        raise ConfigError(f"x holds NaN or infinity in {_first_bad(~torch.isfinite(x))}")
-    if not math.isfinite(y.sum()) and torch.isinf(y).any():
-        raise ConfigError(
-            f"y holds infinity in {_first_bad(torch.isinf(y))}; a missing target is NaN"
-        )
-    if weight is not None:
-        check_weight(weight, x.shape[0])
-
-
-def _first_bad(bad: Tensor) -> str:
-    row, column, *_ = bad.nonzero()[0].tolist()
-    return f"row {row}, column {column} of the batch: clean or drop that row"
-
-
-def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
-    """Whether a backbone gives other features in training than in evaluation mode.
-
-    Normalisation by batch and dropout are known by type; anything else shows by comparing.
-    """
-    by_type = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
-    if any(isinstance(module, by_type) for module in backbone.modules()):
-        return True
-    with torch.no_grad():
-        backbone.eval()
-        evaluated = backbone(x)
-        backbone.train()
-        trained = backbone(x)
-        backbone.eval()
-    return not torch.equal(evaluated, trained)
-
-
-def _restored(state: State | None, center: bool, device: torch.device) -> RunningScaler | None:
-    if state is None:
-        return None
-    scaler = RunningScaler(state["count"].shape[0], center=center, device=device)
-    scaler.load_state(state)
-    return scaler
+        return check_width(torch.cat([scaled_x, phi], self.head.feature_dim), self.head)

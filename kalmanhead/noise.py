@@ -13,6 +13,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
+from kalmanhead.errors import ConfigError
 from kalmanhead.posterior import Update
 
 START_MEMORY = 20.0
@@ -106,6 +107,8 @@ class Predictive:
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper ends of the central interval that holds `level` of the probability."""
+        if not 0 < level < 1:
+            raise ConfigError(f"level is {level}: give a probability between 0 and 1")
         dof = self.dof.detach().cpu().numpy()
         quantile = torch.as_tensor(stdtrit(dof, (1 + level) / 2)).to(self.scale)
         return self.mean - quantile * self.scale, self.mean + quantile * self.scale

@@ -62,7 +62,9 @@ class RunningScaler:
             raise ConfigError(
                 f"values have {values.shape[1]} channels, the scaler {self.count.shape[0]}"
             )
-        rows = values.detach().movedim(1, -1).reshape(-1, values.shape[1]).to(torch.float64)
+        rows = values.detach().movedim(1, -1).flatten(0, -2).to(torch.float64)
+        if rows.numel() == 0:
+            return
         variance, mean = torch.var_mean(rows, 0, correction=0)
         count, squares = torch.full_like(mean, float(rows.shape[0])), variance * rows.shape[0]
         if torch.isnan(mean).any():
@@ -87,14 +89,19 @@ class RunningScaler:
         shape = (-1,) + (1,) * (values.dim() - 2)
         return values * self.scale.view(shape) + self.shift.view(shape)
 
+    def to(self, device: torch.device) -> None:
+        """Move the statistics."""
+        self.load_state({name: value.to(device) for name, value in self.state().items()}, device)
+
     def state(self) -> State:
         """What must be kept to go on exactly."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
-    def load_state(self, state: State) -> None:
-        """Go on from what `state` returned."""
+    def load_state(self, state: State, device: torch.device | None = None) -> None:
+        """Go on from what `state` returned, on this device (None: where they lie)."""
+        device = self.count.device if device is None else device
         for name in ("count", "mean", "squares"):
-            setattr(self, name, state[name].to(self.count).clone())
+            setattr(self, name, state[name].to(device, torch.float64).clone())
         self._refresh()
 
     def _refresh(self) -> None:

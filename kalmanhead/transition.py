@@ -170,6 +170,10 @@ def make_transition(
     Drift(eta=0.1)
     """
     if not isinstance(name, str):
+        if not hasattr(name, "remembers"):
+            raise ConfigError(
+                f"transition is a {type(name).__name__}: give a name such as reset, or a Transition"
+            )
         return name
     if name == "drift":
         return Drift(0.1 if eta is None else eta)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kalmanhead.batch import LARGEST_VALUE
 from kalmanhead.errors import BadRowError
 from kalmanhead.streams.source import Array, Block, Source
 
@@ -42,7 +43,8 @@ def keep_good(parts: Iterator[Part], source: Source, on_bad: str) -> Iterator[Pa
     """Yield parts without their bad rows, or the rows before the first bad one and its error.
 
     A row is bad when x holds NaN or an infinity, y an infinity, or the weight is negative or
-    not finite. NaN in y is a missing target and passes.
+    not finite; numbers beyond 1e100, whose squares overflow, count as infinite. NaN in y is a
+    missing target and passes.
 
     Raises
     ------
@@ -67,11 +69,11 @@ def find_bad(block: Block) -> NDArray[np.bool_] | None:
     """Return a mask of the bad rows, (n,), or None when there are none."""
     bad = np.zeros(len(block), dtype=np.bool_)
     if not _sums_up(block.x):
-        bad |= ~_per_row(np.isfinite(block.x))
+        bad |= ~_per_row(_is_small(block.x))
     if not _sums_up(block.y):
-        bad |= ~_per_row(~np.isinf(block.y))
+        bad |= ~_per_row(_is_small(block.y) | np.isnan(block.y))
     if block.weight is not None:
-        bad |= ~(np.isfinite(block.weight) & (block.weight >= 0))
+        bad |= ~(_is_small(block.weight) & (block.weight >= 0))
     return bad if bad.any() else None
 
 
@@ -79,11 +81,11 @@ def explain(row: Block, source: Source, number: int) -> str:
     """Say what is wrong with a single bad row, and where it is."""
     spec = source.spec
     value: object
-    if not np.isfinite(row.x).all():
-        index = tuple(int(i) for i in np.argwhere(~np.isfinite(row.x[0]))[0])
+    if not _is_small(row.x).all():
+        index = tuple(int(i) for i in np.argwhere(~_is_small(row.x[0]))[0])
         column, value = _column(spec.x_names, index), row.x[0][index]
-    elif np.isinf(row.y).any():
-        index = tuple(int(i) for i in np.argwhere(np.isinf(row.y[0]))[0])
+    elif (~_is_small(row.y) & ~np.isnan(row.y)).any():
+        index = tuple(int(i) for i in np.argwhere(~_is_small(row.y[0]) & ~np.isnan(row.y[0]))[0])
         column, value = _column(spec.y_names, index), row.y[0][index]
     else:
         column, value = "weight", row.weight[0] if row.weight is not None else None
@@ -100,9 +102,19 @@ def _column(names: tuple[str, ...], index: tuple[int, ...]) -> str:
 
 
 def _sums_up(values: Array) -> bool:
-    """Say whether all values are surely finite: one pass and no temporary in the usual case."""
+    """Say whether all values are surely of a usual size, without a temporary."""
+    if values.size == 0:
+        return True
     with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(values.sum()))
+        if values.dtype == np.float32:  # which cannot hold numbers that are too large
+            return bool(np.isfinite(values.sum()))
+        return bool(values.min() >= -LARGEST_VALUE and values.max() <= LARGEST_VALUE)
+
+
+def _is_small(values: Array) -> NDArray[np.bool_]:
+    largest = min(LARGEST_VALUE, float(np.finfo(values.dtype).max))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.abs(values) <= largest)
 
 
 def _per_row(good: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -139,7 +139,7 @@ def open_source(
     seed: int = 0,
     holdout: float = 0,
     on_bad: str = "stop",
-    prefetch: int = 2,
+    prefetch: int = 32,
     max_rows: int | None = None,
     window_bytes: int = WINDOW_BYTES,
 ) -> Stream:

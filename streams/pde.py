@@ -32,6 +32,8 @@ _MAX_GROWTH = 3.0  # of dt * amplitude^2 / nu: advection against the diffusion t
 _MAX_COURANT = 1.5  # of dt * amplitude * largest wave number
 _MAX_TRAVEL = 1 / 16  # of dt * amplitude / length
 _MIN_SOLVER_GRID = 128
+_MAX_SOLVER_GRID = 2**20
+_MAX_STEPS = 2**24
 _MIN_STEPS = 64  # a step over few rows costs as much as one over many: share the cheap ones
 _SOLVE_ROWS = 512  # rows solved at a time when a file is written
 
@@ -132,6 +134,13 @@ class Burgers:
             )
         if self.seed < 0:
             raise ConfigError(f"seed must not be negative, got {self.seed}")
+        wanted = max(self.grid, self.solver_grid or 0, 2.0 * self.length / self.nu)
+        if wanted > _MAX_SOLVER_GRID:
+            raise ConfigError(
+                f"grid = {self.grid}, nu = {self.nu} and length = {self.length} need a solver grid "
+                f"of {wanted:.3g} points, more than {_MAX_SOLVER_GRID}: raise nu or take fewer "
+                "points"
+            )
 
     @property
     def name(self) -> str:
@@ -211,7 +220,12 @@ class Burgers:
         start = u0.detach().cpu().numpy().astype(np.float64)
         result = np.empty_like(start)
         steps = np.array([self._steps(float(a), time) for a in np.abs(start).max(axis=-1)])
-        with np.errstate(over="ignore", invalid="ignore"):  # reported below, in words
+        if len(steps) and steps.max() > _MAX_STEPS:
+            raise ConfigError(
+                f"time = {time} takes {steps.max():.3g} steps, more than {_MAX_STEPS}: shorten it "
+                "or raise nu"
+            )
+        with np.errstate(all="ignore"):  # reported below, in words
             for count in np.unique(steps):
                 rows = np.flatnonzero(steps == count)
                 result[rows] = self._integrate(start[rows], time, int(count))
@@ -230,14 +244,14 @@ class Burgers:
     def _steps(self, amplitude: float, time: float) -> int:
         """Steps over `time` for a row with max |u0| = amplitude."""
         if self.dt is not None:
-            return max(1, math.ceil(time / self.dt - 1e-9))
+            return max(1, math.ceil(min(time / self.dt, 1e18) - 1e-9))
         if amplitude == 0 or not math.isfinite(amplitude):
             return _MIN_STEPS
         k_max = 2 * math.pi / self.length * (self.fine_grid // 3)
         stable = max(_MAX_GROWTH * self.nu / amplitude**2, _MAX_COURANT / (amplitude * k_max))
         largest = min(stable, _MAX_TRAVEL * self.length / amplitude)
         # Powers of two: few different step counts, so that rows share a vectorised solve.
-        return int(2 ** max(math.log2(_MIN_STEPS), math.ceil(math.log2(time / largest))))
+        return int(2 ** max(math.log2(_MIN_STEPS), math.ceil(math.log2(min(time / largest, 1e18)))))
 
     def _integrate(self, u0: Array, time: float, steps: int) -> Array:
         """ETDRK4 in spectral space, in the letters of Kassam and Trefethen, section 3."""

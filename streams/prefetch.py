@@ -1,16 +1,14 @@
-"""One bounded background thread that reads ahead."""
+"""One bounded background thread that reads ahead, in bursts."""
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# How long a full queue waits before it looks whether the consumer is still there.
-_PATIENCE_SECONDS = 0.05
 # A source that blocks cannot be interrupted; its daemon thread is then left to end by itself.
 _FAREWELL_SECONDS = 5.0
 
@@ -23,12 +21,17 @@ class _End:
 
 
 class _Reader(Generic[Item]):
-    """The thread's side: fills the queue until the items or the consumer end."""
+    """The thread's side: fills the store, and sleeps until half of it has been taken.
+
+    Topping up item by item would wake the thread for each, and every time it would fight the
+    learner for the interpreter.
+    """
 
     def __init__(self, items: Iterator[Item], depth: int):
-        self.items = items
-        self.queue: queue.Queue[Item | _End] = queue.Queue(maxsize=depth)
-        self.stopped = threading.Event()
+        self.items, self.depth = items, depth
+        self.store: deque[Item | _End] = deque()
+        self.changed = threading.Condition()
+        self.stopped = False
 
     def run(self) -> None:
         error: BaseException | None = None
@@ -45,13 +48,26 @@ class _Reader(Generic[Item]):
         self._put(_End(error))
 
     def _put(self, item: Item | _End) -> bool:
-        while not self.stopped.is_set():
-            try:
-                self.queue.put(item, timeout=_PATIENCE_SECONDS)
-            except queue.Full:
-                continue
-            return True
-        return False
+        with self.changed:
+            if len(self.store) >= self.depth:
+                self.changed.wait_for(lambda: self.stopped or len(self.store) <= self.depth // 2)
+            self.store.append(item)
+            if len(self.store) == 1:
+                self.changed.notify()
+            return not self.stopped
+
+    def get(self) -> Item | _End:
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.store) > 0)
+            item = self.store.popleft()
+            if len(self.store) == self.depth // 2:
+                self.changed.notify()
+            return item
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify()
 
 
 def prefetch(items: Iterator[Item], depth: int) -> Iterator[Item]:
@@ -69,12 +85,12 @@ def prefetch(items: Iterator[Item], depth: int) -> Iterator[Item]:
     thread.start()
     try:
         while True:
-            item = reader.queue.get()
+            item = reader.get()
             if isinstance(item, _End):
                 if item.error is not None:
                     raise item.error
                 return
             yield item
     finally:
-        reader.stopped.set()
+        reader.stop()
         thread.join(_FAREWELL_SECONDS)

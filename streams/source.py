@@ -142,6 +142,12 @@ def require_rows(source: Source) -> None:
     """Refuse a source without any rows."""
     if source.spec.rows == 0:
         raise SourceError(f"{source.name} has no rows; write some before streaming from it")
+    for name, shape in (("x", source.spec.x_shape), ("y", source.spec.y_shape)):
+        if 0 in shape:
+            raise SourceError(
+                f"{source.name}: rows of {name} have shape {shape}, so they hold no number; "
+                f"write at least one column"
+            )
 
 
 def one_line(error: BaseException) -> str:

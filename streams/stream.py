@@ -19,6 +19,9 @@ from kalmanhead.streams.shuffle import (
 )
 from kalmanhead.streams.source import RandomAccessSource, Source, SourceSpec
 
+# What a reading thread may hold ready.
+READ_AHEAD_BYTES = 64 * 2**20
+
 
 class Stream:
     """Batches of exactly `batch_size` rows; only the last of an epoch may be shorter.
@@ -48,7 +51,8 @@ class Stream:
         shuffling, each batch carries in `due` the rows whose targets have come once it has been
         predicted; a last batch of no rows carries those that are left.
     prefetch:
-        Batches that a background thread makes ahead; 0 makes them in the caller's thread.
+        Batches that a background thread makes ahead, fewer where they are large (64 MB in all);
+        0 makes them in the caller's thread.
     max_rows:
         Use only so many rows of the source. It makes an endless source finite.
     window_bytes:
@@ -84,7 +88,7 @@ class Stream:
         holdout: float = 0,
         on_bad: str = "stop",
         lag: int | None = None,
-        prefetch: int = 2,
+        prefetch: int = 32,
         max_rows: int | None = None,
         window_bytes: int = WINDOW_BYTES,
     ):
@@ -96,7 +100,9 @@ class Stream:
         if on_bad not in ("stop", "skip"):
             raise ConfigError(f"on_bad is {on_bad!r}; choose 'stop' or 'skip'")
         self.source, self.batch_size, self.epochs, self.seed = source, batch_size, epochs, seed
-        self.on_bad, self.prefetch = on_bad, prefetch
+        self.on_bad = on_bad
+        affordable = READ_AHEAD_BYTES // (batch_size * source.spec.row_bytes)
+        self.prefetch = min(prefetch, max(2, affordable))
         total = source.spec.rows
         if max_rows is not None:
             total = max_rows if total is None else min(total, max_rows)

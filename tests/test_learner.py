@@ -7,9 +7,12 @@ import torch
 from torch import nn
 
 from kalmanhead.errors import ConfigError, NumericalError
+from kalmanhead.guard import squared_loss
 from kalmanhead.head import KalmanHead
-from kalmanhead.learner import OnlineLearner, adam, sgd, squared_loss
+from kalmanhead.learner import OnlineLearner
+from kalmanhead.optimizers import adam, sgd
 from kalmanhead.scaler import RunningScaler
+from kalmanhead.scaling import Scaling
 from kalmanhead.trained_head import TrainedHead
 
 
@@ -162,12 +165,12 @@ def test_target_scale_may_move_without_moving_predictions():
     learner.learn(*batches[0])
     before = learner.predict(batches[0][0])
     learner.learn(batches[1][0], batches[1][1] * 100 + 40)
-    assert learner.y_scaler.scale > 5
-    x_scaler = learner.x_scaler
-    learner.x_scaler = OnlineLearner._new_scalers(learner, *batches[0])[0]
-    learner.x_scaler.update(batches[0][0])
+    assert learner.scaling.y.scale > 5
+    fresh = Scaling(inputs=True, targets=False, center=True)
+    fresh.begin(*batches[0])
+    fresh.x.update(batches[0][0])
+    learner.scaling.x = fresh.x
     torch.testing.assert_close(learner.predict(batches[0][0]), before, rtol=1e-4, atol=1e-4)
-    learner.x_scaler = x_scaler
 
 
 def test_batchnorm_features_are_those_that_predictions_are_made_from():
@@ -289,7 +292,7 @@ def test_a_refused_batch_leaves_everything_as_it_was():
     x, y = next(data())
     with pytest.raises(ConfigError, match="the head has 1 outputs"):
         learner.learn(x, torch.cat([y, y], 1))
-    assert learner.x_scaler is None
+    assert learner.scaling.x is None
     learner.learn(x, y)
     before = copy.deepcopy(learner.state())
     with pytest.raises(ConfigError, match="negative"):

@@ -1,0 +1,123 @@
+"""What a learner makes sure of before it learns: values, modes, features, the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kalmanhead.batch import LARGEST_VALUE
+from kalmanhead.errors import ConfigError, kind_and_line
+from kalmanhead.head import Head
+from kalmanhead.layout import check_weight
+
+_TOO_LARGE = f"a number beyond {LARGEST_VALUE:g}"
+
+
+def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
+    """Mean of squared errors over the targets that are there; None if there are none.
+
+    Under weights it is the weighted sum over the number of targets with a positive weight, so
+    that a row of weight 2 pulls as two rows do.
+    """
+    error = prediction - target.to(prediction.dtype)
+    missing = torch.isnan(error)
+    squares = torch.where(missing, 0.0, error).square()
+    counted = ~missing
+    if weight is not None:
+        shaped = weight.to(squares).view((-1,) + (1,) * (squares.dim() - 1))
+        squares, counted = squares * shaped, counted & (shaped > 0)
+    total = counted.sum()
+    if int(total) == 0:
+        return None
+    return squares.sum() / total
+
+
+def check_values(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    """Refuse a batch with values that nothing can be learnt from, before anything changes."""
+    for name, values in (("x", x), ("y", y), ("weight", weight)):
+        if values is None and name == "weight":
+            continue
+        if not isinstance(values, Tensor) or values.is_complex():
+            what = values.dtype if isinstance(values, Tensor) else type(values).__name__
+            raise ConfigError(f"{name} is {what}: give a real torch.Tensor")
+    if x.dim() < 2 or y.dim() < 2 or x.shape[0] != y.shape[0]:
+        raise ConfigError(
+            f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}: give (n, ...) each, with the "
+            "same n and at least two dimensions"
+        )
+    if not _is_small(x):
+        bad = ~(x.double().abs() <= LARGEST_VALUE)
+        what = "NaN or infinity" if not torch.isfinite(x).all() else _TOO_LARGE
+        raise ConfigError(f"x holds {what} in {_first_bad(bad)}")
+    if not _is_small(y) and (bad := y.double().abs() > LARGEST_VALUE).any():
+        what = "infinity" if torch.isinf(y).any() else _TOO_LARGE
+        raise ConfigError(f"y holds {what} in {_first_bad(bad)}; a missing target is NaN")
+    if weight is not None:
+        check_weight(weight, x.shape[0])
+
+
+def _is_small(values: Tensor) -> bool:
+    """Whether all values are finite and of a size whose square is too."""
+    if values.numel() == 0 or values.dtype == torch.bool:
+        return True
+    low, high = (float(end) for end in values.detach().aminmax())
+    return low >= -LARGEST_VALUE and high <= LARGEST_VALUE
+
+
+def owned(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor apart from the caller's graph, in a dtype and mode that can be computed with."""
+    values = values.detach().to(device)
+    if values.dtype == torch.bool:
+        values = values.to(torch.float32)
+    return values.clone() if values.is_inference() else values
+
+
+def _first_bad(bad: Tensor) -> str:
+    row, column, *_ = bad.nonzero()[0].tolist()
+    return f"row {row}, column {column} of the batch: clean or drop that row"
+
+
+def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
+    """Whether a backbone gives other features in training than in evaluation mode.
+
+    Normalisation by batch and dropout are known by type; anything else shows by comparing.
+    """
+    by_type = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+    if any(isinstance(module, by_type) for module in backbone.modules()):
+        return True
+    with torch.no_grad():
+        backbone.eval()
+        evaluated = backbone(x)
+        backbone.train()
+        trained = backbone(x)
+        backbone.eval()
+    return not torch.equal(evaluated, trained)
+
+
+def run_backbone(backbone: nn.Module, x: Tensor) -> Tensor:
+    """Features of x, or an error in our words where the backbone fails on it."""
+    try:
+        phi = backbone(x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if "memory" in str(error):
+            raise
+        raise ConfigError(
+            f"the backbone fails on inputs of shape {tuple(x.shape)} ({kind_and_line(error)}): "
+            "give the inputs that it was made for"
+        ) from error
+    if not isinstance(phi, Tensor):
+        raise ConfigError(
+            f"the backbone returns a {type(phi).__name__}: wrap it so that it returns a tensor"
+        )
+    return phi
+
+
+def check_width(phi: Tensor, head: Head) -> Tensor:
+    """Features, after making sure that the head can take them."""
+    width, axis = head.in_features, head.feature_dim
+    if phi.dim() < 2 or phi.shape[axis] != width:
+        raise ConfigError(
+            f"the features have shape {tuple(phi.shape)}, the head expects {width} in "
+            f"dimension {axis}: build the head with as many"
+        )
+    return phi

@@ -1,0 +1,107 @@
+"""The scales of inputs and targets, and what happens to the head when they move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmanhead.head import Head
+from kalmanhead.scaler import RunningScaler
+
+State = dict[str, Any]
+
+
+class Scaling:
+    """Standardises inputs and targets by running statistics, either of them optionally.
+
+    Before the first batch both pass through unchanged.
+
+    Parameters
+    ----------
+    inputs, targets:
+        Whether they are standardised.
+    center:
+        Whether targets are centred: a head without a constant cannot put the mean back.
+    """
+
+    def __init__(self, *, inputs: bool, targets: bool, center: bool) -> None:
+        self.inputs, self.targets, self.center = inputs, targets, center
+        self.x: RunningScaler | None = None
+        self.y: RunningScaler | None = None
+
+    def begin(self, x: Tensor, y: Tensor) -> None:
+        """Make room for the channels of the first batch."""
+        if self.inputs:
+            self.x = RunningScaler(x.shape[1], device=x.device)
+        if self.targets:
+            self.y = RunningScaler(y.shape[1], center=self.center, device=y.device)
+
+    def scale_inputs(self, x: Tensor) -> Tensor:
+        """Inputs in standardised units."""
+        return x if self.x is None else self.x(x)
+
+    def scale_targets(self, y: Tensor) -> Tensor:
+        """Targets in standardised units."""
+        return y if self.y is None else self.y(y)
+
+    def unscale_targets(self, y: Tensor) -> Tensor:
+        """Targets in their own units again."""
+        return y if self.y is None else self.y.inverse(y)
+
+    def unscale_spread(self, scale: Tensor) -> Tensor:
+        """A scale of targets, (n, k, *grid), in their own units again."""
+        return (
+            scale if self.y is None else scale * self.y.scale.view((-1,) + (1,) * (scale.dim() - 2))
+        )
+
+    def follow(self, x: Tensor, y: Tensor, head: Head, *, skip: bool, express: bool) -> None:
+        """Take a batch into the statistics and re-express in them what the head has learnt.
+
+        Parameters
+        ----------
+        x, y:
+            The batch, in its own units.
+        head:
+            Its leading features are the scaled inputs if `skip`.
+        express:
+            False at the start, when nothing has been learnt: the head's initial weights are
+            meant in the scales that come, not in those that are left.
+        """
+        if self.x is not None:
+            shift, scale = self.x.shift, self.x.scale
+            self.x.update(x)
+            if skip and self.center and express:
+                head.rescale_inputs(self.x.scale / scale, (self.x.shift - shift) / scale)
+        if self.y is not None:
+            shift, scale = self.y.shift, self.y.scale
+            self.y.update(y)
+            if express:
+                head.rescale_targets(scale / self.y.scale, (shift - self.y.shift) / self.y.scale)
+
+    def to(self, device: torch.device) -> None:
+        """Move the statistics to a device."""
+        for scaler in (self.x, self.y):
+            if scaler is not None:
+                scaler.to(device)
+
+    def state(self) -> State:
+        """What must be kept to go on exactly; None before the first batch."""
+        return {
+            "x": None if self.x is None else self.x.state(),
+            "y": None if self.y is None else self.y.state(),
+        }
+
+    def load_state(self, state: State, device: torch.device) -> None:
+        """Go on from what `state` returned."""
+        self.x = _restored(state["x"], True, device)
+        self.y = _restored(state["y"], self.center, device)
+
+
+def _restored(state: State | None, center: bool, device: torch.device) -> RunningScaler | None:
+    if state is None:
+        return None
+    scaler = RunningScaler(state["count"].shape[0], center=center, device=device)
+    scaler.load_state(state)
+    return scaler
