@@ -11,12 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import (
-    ConfigError,
-    KalmanHeadError,
-    NumericalError,
-    SplitError,
-)
+from kalmanhead.errors import ConfigError, KalmanHeadError, NumericalError, SplitError
 from kalmanhead.guard import (
     acts_by_mode,
     check_values,
