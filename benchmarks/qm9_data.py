@@ -39,8 +39,7 @@ def load(rows: int | None = None, seed: int = 0) -> dict[str, np.ndarray]:
     columns = ["Elements", "XYZ_Ang", *(column for column, _, _ in TARGETS.values())]
     options = csv.ConvertOptions(include_columns=columns)
     tables = [
-        csv.read_csv(path, convert_options=options)
-        for path in sorted(folder.glob("qm9_part*.csv"))
+        csv.read_csv(path, convert_options=options) for path in sorted(folder.glob("qm9_part*.csv"))
     ]
     table = pa.concat_tables(tables)
     order = np.random.default_rng(seed).permutation(len(table))[:rows]

@@ -61,7 +61,7 @@ def main() -> None:
     """Run the command line; what a user can cause ends in one line and exit code 2."""
     warnings.showwarning = _one_line_warning
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="kalmanhead", standalone_mode=False)
     except click.exceptions.Abort:
         fail("interrupted", 128 + signal.SIGINT)
     except click.ClickException as error:

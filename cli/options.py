@@ -193,7 +193,7 @@ model_options = apply(
     click.option("--width", type=SIZE, help="Width of the backbone."),
     click.option("--depth", type=SIZE, help="Layers of the backbone."),
     click.option("--modes", type=SIZE, help="Fourier modes of the backbone."),
-    click.option("--skip/--no-skip", default=False, help="Inputs among the head's features."),
+    click.option("--skip/--no-skip", default=None, help="Inputs among the head's features."),
     click.option(
         "--head", type=click.Choice(HEADS), default="auto", show_default=True, help="Last layer."
     ),

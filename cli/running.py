@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kalmanhead.bank import HeadBank
 from kalmanhead.batch import Batch
 from kalmanhead.checkpoint import CheckpointFolder, Restored
 from kalmanhead.cli.building import make_learner, open_stream
@@ -23,6 +24,7 @@ from kalmanhead.cli.table import results_table
 from kalmanhead.cli.watching import Stopper, progress_bar, recent_error
 from kalmanhead.engine import Progress, evaluate, learn_stream
 from kalmanhead.errors import ConfigError, KalmanHeadError, SourceError
+from kalmanhead.head import Head
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.metrics import Metrics
 from kalmanhead.rundir import RunDirectory
@@ -109,6 +111,7 @@ def execute(run: Run, *, quiet: bool, as_json: bool) -> int:
         result = {
             **run.progress.summary(),
             "holdout": holdout,
+            "heads": leaders(run.learner.head),
             "run": str(run.directory.path),
             "checkpoint": str(checkpoint),
         }
@@ -122,7 +125,7 @@ def learn(run: Run, stopper: Stopper, bar: tqdm[Any]) -> bool:
     every, append = run.options["checkpoint_every"], run.directory.append
 
     def on_batch(progress: Progress, batch: Batch, prediction: Tensor) -> None:
-        append(batch_record(progress))
+        append(batch_record(progress, run.learner.head))
         if progress.batches % every == 0:
             save(run)
         if not bar.disable:
@@ -174,6 +177,7 @@ def save(run: Run, holdout: dict[str, Any] | None = None) -> Path:
         "metrics_bytes": run.directory.flush(),
         "rows": dataclasses.asdict(run.stream.spec),
         "holdout": holdout,
+        "heads": leaders(run.learner.head),
     }
     return run.checkpoints.write(tree, run.progress.batches)
 
@@ -193,7 +197,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def batch_record(progress: Progress) -> dict[str, Any]:
+def batch_record(progress: Progress, head: Head) -> dict[str, Any]:
     """One line of metrics.jsonl: the errors of the batch, at some batches also those of all."""
     cursor, metrics = progress.cursor, progress.metrics
     record = {
@@ -207,7 +211,13 @@ def batch_record(progress: Progress) -> dict[str, Any]:
     if is_drawn(progress.batches):
         summary = metrics.summary()
         record["prequential"], record["recent"] = summary["prequential"], summary["recent"]
+        record["heads"] = leaders(head)
     return record
+
+
+def leaders(head: Head) -> list[tuple[str, float]] | None:
+    """The heads of a bank that lead, with their weights; None for a single head."""
+    return head.leaders() if isinstance(head, HeadBank) else None
 
 
 def score_holdout(run: Run) -> dict[str, Any] | None:

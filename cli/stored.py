@@ -57,12 +57,13 @@ def newest_result(directory: RunDirectory) -> dict[str, Any] | None:
         saved = restored.tree["progress"]["metrics"]
         progress = Progress(Metrics(window_rows=saved["window_rows"], field=saved["field"]))
         progress.load_state(restored.tree["progress"])
-        holdout = restored.tree["holdout"]
+        holdout, heads = restored.tree["holdout"], restored.tree["heads"]
     except (KeyError, TypeError) as error:
         raise foreign(restored) from error
     return {
         **progress.summary(),
         "holdout": holdout,
+        "heads": heads,
         "run": str(directory.path),
         "checkpoint": str(restored.path),
     }

@@ -30,6 +30,9 @@ def results_table(result: dict[str, Any]) -> str:
         counts += f", {result['bad_rows']} bad rows left out"
     if result.get("missing_targets"):
         counts += f", {result['missing_targets']} missing targets"
+    if result.get("heads"):
+        leading = ", ".join(f"{name} ({weight:.0%})" for name, weight in result["heads"])
+        counts += f"\nleading heads: {leading}"
     return f"{table}\n{counts}"
 
 

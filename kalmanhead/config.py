@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kalmanhead.backbones import load_factory, make_backbone
+from kalmanhead.bank import HeadBank
 from kalmanhead.errors import ConfigError
 from kalmanhead.head import Head, KalmanHead
 from kalmanhead.learner import OnlineLearner, Order
@@ -32,10 +33,11 @@ class ModelConfig:
     width, depth, modes:
         Size of the backbone; None for its default.
     skip:
-        Put the scaled inputs among the head's features.
+        Put the scaled inputs among the head's features; None leaves it to the head, and the bank
+        wants them.
     head:
-        `auto`, a transition of `KalmanHead`, or `adam` / `sgd`: the whole network trained by
-        that optimiser, last layer included.
+        `auto` for the bank that needs no tuning, a transition of `KalmanHead`, or `adam` / `sgd`:
+        the whole network trained by that optimiser, last layer included.
     lam, eta, gamma, lambda_scale:
         Prior precision lambda, rate of `drift`, factor of `forget`, and whether lambda stands
         against a sum or a mean over rows.
@@ -55,7 +57,7 @@ class ModelConfig:
     width: int | None = None
     depth: int | None = None
     modes: int | None = None
-    skip: bool = False
+    skip: bool | None = None
     head: str = "auto"
     lam: float | None = None
     eta: float | None = None
@@ -123,22 +125,27 @@ def build_learner(
     --------
     >>> learner = build_learner(ModelConfig(width=8), (3,), (1,))
     >>> learner.head.in_features
-    8
+    11
     """
+    _check_head_options(config)
     device = choose_device(config.device)
-    factory = _optimizer(config)
+    factory = _optimizer(config, grid_dims)
 
     def make_head(
         in_features: int, out_features: int, *, bias: bool = True, feature_dim: int = -1
     ) -> Head:
-        return _make_head(config, in_features, out_features, bias, feature_dim, device)
+        return _make_head(
+            config, in_features, out_features, bias, feature_dim, device, x_shape[0] if skip else 0
+        )
 
+    own_code = config.backbone.startswith("module:")
+    skip = (config.head == "auto" and not own_code) if config.skip is None else config.skip
     options: dict[str, Any] = {
-        "skip": config.skip,
+        "skip": skip,
         "order": _order(config.order),
         "clip": config.clip,
     }
-    if config.backbone.startswith("module:"):
+    if own_code:
         model = _call_factory(config, x_shape, y_shape)
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         return OnlineLearner.wrap(
@@ -159,7 +166,7 @@ def build_learner(
         modes=config.modes,
         seed=config.seed,
     ).to(device)
-    features = int(backbone.out_features) + (x_shape[0] if config.skip else 0)  # type: ignore[arg-type]
+    features = int(backbone.out_features) + (x_shape[0] if skip else 0)  # type: ignore[arg-type]
     feature_dim = int(backbone.feature_dim)  # type: ignore[arg-type]
     head = make_head(features, y_shape[0], feature_dim=feature_dim)
     return OnlineLearner(backbone, head, factory, **options)
@@ -172,9 +179,8 @@ def _make_head(
     bias: bool,
     feature_dim: int,
     device: torch.device,
+    inputs: int,
 ) -> Head:
-    if config.head not in HEADS:
-        raise ConfigError(f"head {config.head!r} is unknown: choose one of {', '.join(HEADS)}")
     if config.dtype not in DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is unknown: choose float64 or float32")
     if config.head in ("adam", "sgd"):
@@ -186,13 +192,21 @@ def _make_head(
             seed=config.seed,
             device=device,
         )
+    if config.head == "auto" and bias and device.type != "mps":
+        return HeadBank(
+            in_features,
+            out_features,
+            linear_features=inputs,
+            feature_dim=feature_dim,
+            device=device,
+        )
     # Metal has no float64.
     dtype = torch.float32 if device.type == "mps" else DTYPES[config.dtype]
     return KalmanHead(
         in_features,
         out_features,
         bias,
-        transition="reset" if config.head == "auto" else config.head,
+        transition="reset" if config.head == "auto" else config.head,  # without a constant
         eta=config.eta,
         gamma=config.gamma,
         prior_precision=_default(config.lam, 100.0 if feature_dim == 1 else 10.0),
@@ -203,10 +217,27 @@ def _make_head(
     )
 
 
-def _optimizer(config: ModelConfig) -> OptimizerFactory:
+def _check_head_options(config: ModelConfig) -> None:
+    """Refuse options that the head would not look at."""
+    if config.head not in HEADS:
+        raise ConfigError(f"head {config.head!r} is unknown: choose one of {', '.join(HEADS)}")
+    users = {
+        "lam": ("reset", "drift", "forget", "static", "ridge"),
+        "eta": ("drift",),
+        "gamma": ("forget",),
+    }
+    for option, heads in users.items():
+        if getattr(config, option) is not None and config.head not in heads:
+            raise ConfigError(
+                f"{option} is not for head {config.head}: leave it out, or choose head "
+                f"{' or '.join(heads)}"
+            )
+
+
+def _optimizer(config: ModelConfig, grid_dims: int) -> OptimizerFactory:
     name = config.head if config.head in ("adam", "sgd") else config.optimizer
     makers: dict[str, tuple[Callable[[float], OptimizerFactory], float]] = {
-        "adam": (adam, 3e-3),
+        "adam": (adam, 1e-2 if config.head == "auto" and grid_dims == 0 else 3e-3),
         "sgd": (sgd, 1e-2),
     }
     if name not in makers:

@@ -14,6 +14,7 @@ from kalmanhead.errors import ConfigError, NumericalError, kind_and_line
 from kalmanhead.layout import (
     as_outputs,
     as_rows,
+    change_of_inputs,
     check_pair,
     check_sizes,
     fill_missing,
@@ -23,7 +24,7 @@ from kalmanhead.layout import (
 )
 from kalmanhead.linalg import symmetrise
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
-from kalmanhead.posterior import Form, Posterior, Update, condition
+from kalmanhead.posterior import Form, Posterior, Update, condition, forgotten
 from kalmanhead.transition import Transition, make_transition
 
 State = dict[str, Any]
@@ -64,6 +65,10 @@ class Head(Protocol):
 
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express what was learnt for leading features that were `ratio * new + offset`."""
+        ...
+
+    def forget_inputs(self, lost: Tensor) -> None:
+        """Put leading features back to the prior, where `lost`, (p,), says so."""
         ...
 
     def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -272,16 +277,19 @@ class KalmanHead(nn.Module):
         are A times the new ones; predictions are the same as before. A prior that `reset`,
         `ridge` or `drift` returns to is meant for features as they are scaled now, and stays.
         """
-        p = ratio.shape[0]
-        change = torch.eye(self.weight.shape[1]).to(self.weight)
-        change[1 : p + 1, 0] = offset.to(self.weight)
-        change[1 : p + 1, 1 : p + 1] = torch.diag(ratio.to(self.weight))
+        change = change_of_inputs(ratio, offset, self.weight.shape[1]).to(self.weight)
         mean, spread, form = self.weight @ change, self.posterior.spread, self.posterior.form
         if form == "root":
             spread = change.mT @ spread
         elif form == "dense":
             spread = symmetrise(change.mT @ spread @ change)
         self.posterior = Posterior(mean, spread, form)
+
+    @torch.no_grad()
+    def forget_inputs(self, lost: Tensor) -> None:
+        """Put leading features back to the prior, where `lost`, (p,), says so."""
+        variance = self._variance(self.last_rows)[1 : lost.shape[0] + 1][lost]
+        self.posterior = forgotten(self.posterior, lost, variance)
 
     def state(self) -> State:
         """What must be kept to go on exactly."""

@@ -159,6 +159,41 @@ def condition(
     return route(prior, phi, innovation, keep_covariance)
 
 
+def forgotten(posterior: Posterior, lost: Tensor, variance: Tensor) -> Posterior:
+    """Put leading features behind the constant back to the prior.
+
+    Parameters
+    ----------
+    posterior:
+        The belief; of a `root` the rows of the lost features are cut, which keeps the rest exact.
+    lost:
+        Which of the leading p features are put back, (p,), bool.
+    variance:
+        Prior variances of the lost features, (m,), or (K, 1) for a bank.
+    """
+    mean, spread = posterior.mean.clone(), posterior.spread
+    places = 1 + lost.nonzero()[:, 0]
+    mean[..., places] = 0
+    if posterior.form != "diagonal":
+        spread = spread.clone()
+        spread[..., places, :] = 0
+        if posterior.form == "dense":
+            spread[..., :, places] = 0
+            spread[..., places, places] = variance.to(spread)
+        else:
+            spread = torch.linalg.qr(
+                torch.cat([spread, _columns(places, spread, variance.sqrt())], -1).mT, mode="r"
+            ).R.mT
+    return Posterior(mean, spread, posterior.form)
+
+
+def _columns(places: Tensor, like: Tensor, values: Tensor) -> Tensor:
+    """Columns that hold `values` at `places`, (..., d, len(places))."""
+    columns = torch.zeros(*like.shape[:-1], len(places)).to(like)
+    columns[..., places, torch.arange(len(places))] = values.to(like)
+    return columns
+
+
 def cheaper_method(n: int, d: int, form: Form, keep_covariance: bool) -> Method:
     """Route with the fewer multiplications for n rows and d features.
 

@@ -13,6 +13,12 @@ from kalmanhead.scaler import RunningScaler
 State = dict[str, Any]
 
 
+# A scaled input beyond this many deviations tells of statistics that no longer hold.
+LARGEST_INPUT = 30.0
+# A column whose deviation grows by more than this in one batch is another column from now on.
+LARGEST_GROWTH = 30.0
+
+
 class Scaling:
     """Standardises inputs and targets by running statistics, either of them optionally.
 
@@ -39,8 +45,12 @@ class Scaling:
             self.y = RunningScaler(y.shape[1], center=self.center, device=y.device)
 
     def scale_inputs(self, x: Tensor) -> Tensor:
-        """Inputs in standardised units."""
-        return x if self.x is None else self.x(x)
+        """Inputs in standardised units, held within 30 deviations.
+
+        A column that has been almost constant and then moves lies millions of deviations away
+        until its statistics have followed.
+        """
+        return x if self.x is None else self.x(x).clamp(-LARGEST_INPUT, LARGEST_INPUT)
 
     def scale_targets(self, y: Tensor) -> Tensor:
         """Targets in standardised units."""
@@ -73,7 +83,13 @@ class Scaling:
             shift, scale = self.x.shift, self.x.scale
             self.x.update(x)
             if skip and self.center and express:
-                head.rescale_inputs(self.x.scale / scale, (self.x.shift - shift) / scale)
+                ratio, offset = self.x.scale / scale, (self.x.shift - shift) / scale
+                lost = ratio > LARGEST_GROWTH
+                if lost.any():
+                    # What was learnt on its old scale says nothing about the new one.
+                    head.forget_inputs(lost)
+                    ratio, offset = torch.where(lost, 1.0, ratio), torch.where(lost, 0.0, offset)
+                head.rescale_inputs(ratio, offset)
         if self.y is not None:
             shift, scale = self.y.shift, self.y.scale
             self.y.update(y)

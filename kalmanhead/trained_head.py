@@ -128,6 +128,11 @@ class TrainedHead(nn.Module):
         self.mean[:, 0] += self.mean[:, 1 : p + 1] @ offset.to(self.mean)
         self.mean[:, 1 : p + 1] *= ratio.to(self.mean)
 
+    @torch.no_grad()
+    def forget_inputs(self, lost: Tensor) -> None:
+        """Put the weights of leading features back to 0, where `lost`, (p,), says so."""
+        self.mean[:, 1 : lost.shape[0] + 1][:, lost] = 0
+
     def state(self) -> State:
         """What must be kept to go on exactly."""
         return {

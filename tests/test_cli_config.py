@@ -23,22 +23,22 @@ def write(tmp_path):
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(source, write, tmp_path):
     config = write(
-        f'source = "{source}"\nbatch-size = 10\nlam = 2\nepochs = 2\nshuffle = true\nquiet = true\n'
-        f'json = true\nrun = "{tmp_path / "named"}"\nwidth = 4\n'
+        f'source = "{source}"\nbatch-size = 10\nhead = "static"\nlam = 2\nepochs = 2\n'
+        f'shuffle = true\nquiet = true\njson = true\nrun = "{tmp_path / "named"}"\nwidth = 4\n'
     )
     result = ok("stream", "--config", config, "--epochs", 1, "--no-shuffle")
     assert result.out.count("\n") == 1
     assert result.json["batches"] == 6
     stored = tomllib.loads((tmp_path / "named" / "config.toml").read_text())
     assert (stored["batch_size"], stored["lam"], stored["shuffle"]) == (10, 2.0, False)
-    assert stored["head"] == "auto"
+    assert (stored["head"], stored["order"]) == ("static", "head-first")
     assert not {"quiet", "json", "as_json", "run", "config"} & set(stored)
 
 
 def test_the_configuration_of_a_run_makes_the_same_run_again(source, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    ok("stream", "--source", source, "--run", first, "--width", 4, "--epochs", 2, "--lam", 3,
-       "--skip", "--holdout", 10)  # fmt: skip
+    ok("stream", "--source", source, "--run", first, "--width", 4, "--epochs", 2,
+       "--head", "reset", "--lam", 3, "--skip", "--holdout", 10)  # fmt: skip
     ok("stream", "--config", first / "config.toml", "--run", second)
     assert (first / "metrics.jsonl").read_bytes() == (second / "metrics.jsonl").read_bytes()
     assert (first / "config.toml").read_bytes() == (second / "config.toml").read_bytes()

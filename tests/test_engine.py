@@ -120,7 +120,9 @@ def test_bad_rows_are_counted():
         ({"device": "tpu"}, "choose auto or one of cpu"),
         ({"backbone": "transformer"}, "transformer"),
         ({"lr": -1.0}, "lr is -1"),
-        ({"lam": -1.0}, "must be positive"),
+        ({"head": "reset", "lam": -1.0}, "must be positive"),
+        ({"lam": 1.0}, "lam is not for head auto"),
+        ({"head": "reset", "eta": 0.5}, "choose head drift"),
     ],
 )
 def test_options_are_checked(options, message):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kalmanhead.bank import HeadBank
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.guard import squared_loss
 from kalmanhead.head import KalmanHead
@@ -298,3 +299,29 @@ def test_a_refused_batch_leaves_everything_as_it_was():
     with pytest.raises(ConfigError, match="negative"):
         learner.learn(x, y, -torch.ones(16))
     torch.testing.assert_close(learner.state(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tiny", [0.0, 1e-12, 1e-3])
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda: KalmanHead(12, 1, prior_precision=10.0),
+        lambda: KalmanHead(12, 1, transition="static"),
+        lambda: KalmanHead(12, 1, transition="drift", dtype=torch.float32),
+        lambda: HeadBank(12, 1, linear_features=4),
+        lambda: TrainedHead(12, 1),
+    ],
+)
+def test_a_column_that_starts_to_move_late_does_no_lasting_harm(head, tiny):
+    generator = torch.Generator().manual_seed(0)
+    learner = OnlineLearner(network(4), head(), adam(1e-2), skip=True)
+    errors = []
+    for step in range(100):
+        x = torch.randn(32, 4, generator=generator, dtype=torch.float64)
+        x[:, 3] *= tiny if step < 40 else 1.0
+        y = x[:, :1].sin() + x[:, 3:]
+        errors.append(float((learner.step(x, y) - y).square().mean().sqrt()))
+    # The targets have a deviation of 1.2; one batch is learnt with statistics that do not hold.
+    assert max(errors) < 20
+    assert errors[50] < 1.2
+    assert errors[99] < 0.8

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.linalg import safe_cholesky
 from kalmanhead.noise import Noise, log_evidence, update_noise
-from kalmanhead.posterior import Posterior, cheaper_method, condition
+from kalmanhead.posterior import Posterior, cheaper_method, condition, forgotten
 from kalmanhead.transition import Drift, Forget, Reset, Ridge, Static, make_transition
 
 SHAPES = [(1, 1, 1), (3, 7, 2), (7, 3, 1), (20, 5, 3), (5, 20, 2), (64, 8, 1)]
@@ -279,3 +279,21 @@ def test_safe_cholesky_tells_nan_from_indefinite_and_reports_its_jitter():
 def test_transition_names_and_ranges(name, options, message):
     with pytest.raises(ConfigError, match=message):
         make_transition(name, **options)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "dense", "root"])
+def test_forgotten_features_are_back_at_the_prior_and_the_others_stay(form):
+    phi, y, _ = (torch.as_tensor(a) for a in rows(12, 5, 2))
+    variance = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
+    belief = prior(np.zeros((2, 5)), 1 / variance, 5, form)
+    belief = condition(belief, phi, y, keep_covariance=form != "diagonal").posterior
+    lost = torch.tensor([False, True, True])
+    after = forgotten(belief, lost, variance[1:4][lost])
+    keep, gone = [0, 1, 4], [2, 3]
+    assert (after.mean[:, gone] == 0).all()
+    torch.testing.assert_close(after.mean[:, keep], belief.mean[:, keep])
+    expected = belief.covariance.clone()
+    expected[gone] = 0
+    expected[:, gone] = 0
+    expected[gone, gone] = variance[gone]
+    close(after.covariance, expected)
