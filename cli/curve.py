@@ -19,10 +19,10 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
 def is_drawn(batches: int) -> bool:
     """Whether the record after so many batches holds the point of a curve.
 
-    All do at first, then ever fewer: the last half of a stream, however long, has 128 to 256
+    All do at first, then ever fewer: the last half of a stream, however long, has 32 to 64
     points, so that what they cost in time and memory fades.
     """
-    return batches % (1 << max(0, batches.bit_length() - 8)) == 0
+    return batches % (1 << max(0, batches.bit_length() - 6)) == 0
 
 
 def save_curve(
