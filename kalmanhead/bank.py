@@ -12,14 +12,14 @@ form a group and are one batched posterior: W (K, k, d), P (K, d, d).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.bank_group import DEFAULT_GRID, Group, log_student_t, make_group
+from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, log_student_t, make_group
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.layout import (
     as_outputs,
@@ -57,7 +57,8 @@ class HeadBank(nn.Module):
         -1 for (*, d), 1 for (n, d, *grid), as for `KalmanHead`.
     grid:
         By block (`level`, `linear`, `deep`, `proximal`): prior precisions and drift rates, of
-        which all pairs become heads.
+        which all pairs become heads. None for `DEFAULT_GRID`, or `FIELD_GRID` with
+        `feature_dim` 1.
     discount:
         Factor by which scores fade with every sample.
     share:
@@ -90,7 +91,7 @@ class HeadBank(nn.Module):
         *,
         linear_features: int = 0,
         feature_dim: int = -1,
-        grid: dict[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+        grid: Grid | None = None,
         discount: float = 0.99,
         share: float = 0.01,
         noise_memory: float = 10_000.0,
@@ -107,12 +108,14 @@ class HeadBank(nn.Module):
                 f"discount {discount}, share {share}, noise_memory {noise_memory}: give a discount "
                 "in (0, 1], a share in [0, 1) and a memory above 0"
             )
+        if grid is None:
+            grid = FIELD_GRID if feature_dim == 1 else DEFAULT_GRID
         self.in_features, self.out_features = in_features, out_features
         self.linear_features, self.feature_dim = linear_features, feature_dim
         self.discount, self.share, self.noise_memory = discount, share, noise_memory
         self.groups = tuple(
             make_group(block, self._width(block), out_features, lams, etas, device)
-            for block, (lams, etas) in (DEFAULT_GRID if grid is None else grid).items()
+            for block, (lams, etas) in grid.items()
             if block != "linear" or linear_features
         )
         heads = sum(len(group.lam) for group in self.groups)

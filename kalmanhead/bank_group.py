@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,13 +12,23 @@ from kalmanhead.errors import ConfigError
 from kalmanhead.noise import Noise
 from kalmanhead.posterior import Posterior
 
+Grid = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
 # By block: prior precisions (times the mean square of the features) and drift rates. Rate 1 is
 # `reset`, the paper's proximal head, and 0 is `static`.
-DEFAULT_GRID: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+DEFAULT_GRID: Grid = {
     "level": ((0.01,), (1.0, 0.1, 0.01, 0.0)),
     "linear": ((0.1, 10.0), (0.01, 0.0)),
     "deep": ((1.0,), (0.1, 0.01, 0.001, 0.0)),
     "proximal": ((10.0, 100.0, 1000.0, 10000.0), (1.0,)),
+}
+# Fields bring thousands of rows a batch. What is remembered of them holds the head to features
+# that the backbone has left behind, so there only heads of a short memory stay stable.
+FIELD_GRID: Grid = {
+    "level": ((0.01,), (1.0, 0.0)),
+    "linear": ((10.0,), (0.0,)),
+    "deep": ((1.0,), (0.1,)),
+    "proximal": ((30.0, 100.0, 300.0), (1.0,)),
 }
 
 
