@@ -200,7 +200,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 def batch_record(progress: Progress, head: Head) -> dict[str, Any]:
     """One line of metrics.jsonl: the errors of the batch, at some batches also those of all."""
     cursor, metrics = progress.cursor, progress.metrics
-    record = {
+    record: dict[str, Any] = {
         "batch": progress.batches,
         "rows": progress.rows,
         "epoch": cursor.epoch,
