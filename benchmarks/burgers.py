@@ -30,7 +30,8 @@ def relative_l2(learner, x, y) -> float:
 
 
 def run(head: str, seed: int, train, test, passes: int) -> dict:
-    config = ModelConfig(head=head, lam=100.0, lr=3e-3, seed=seed)
+    lam = 100.0 if head == "reset" else None
+    config = ModelConfig(head=head, lam=lam, lr=3e-3, seed=seed)
     learner = build_learner(config, (1, POINTS), (1, POINTS), 1)
     (x, y), seconds, curve = train, 0.0, []
     for epoch in range(passes):
