@@ -130,6 +130,9 @@ def test_an_fno_first_run_in_inference_mode_can_still_be_trained():
     with torch.inference_mode():
         fno(x)
     fno(x).sum().backward()
+    gradients = [p.grad for p in fno.parameters()]
+    assert all(g is not None and torch.isfinite(g).all() for g in gradients)
+    assert any((g != 0).any() for g in gradients)
 
 
 @pytest.mark.parametrize(
