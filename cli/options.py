@@ -197,6 +197,9 @@ model_options = apply(
     click.option(
         "--head", type=click.Choice(HEADS), default="auto", show_default=True, help="Last layer."
     ),
+    click.option(
+        "--mixing", type=click.Choice(["soft", "best"]), help="How --head auto mixes its heads."
+    ),
     click.option("--lam", type=Finite(min=0, min_open=True), help="Prior precision."),
     click.option("--eta", type=RATE, help="Rate of --head drift."),
     click.option("--gamma", type=RATE, help="Forgetting factor of --head forget."),
@@ -223,6 +226,11 @@ model_options = apply(
     ),
     click.option("--lr", type=Finite(min=0), help="Learning rate of the backbone."),
     click.option("--clip", type=Finite(min=0, min_open=True), help="Largest gradient norm."),
+    click.option(
+        "--average",
+        type=Finite(min=0, max=1, max_open=True),
+        help="Decay of the averaged model that predicts beside the newest; 0 for none.",
+    ),
     click.option(
         "--dtype",
         type=click.Choice(["float64", "float32"]),

@@ -22,6 +22,11 @@ from kalmanhead.cli.options import COUNT, Finite, quiet_option, run_argument, tr
     help="Probability of the intervals.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is at --out.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Picture to write of the last rows (or the last field): truth, prediction, interval.",
+)
 @trust_option
 @quiet_option
 def predict(
@@ -31,6 +36,7 @@ def predict(
     batch_size: int,
     level: float,
     overwrite: bool,
+    plot: Path | None,
     trust_code: bool,
     quiet: bool,
 ) -> None:
@@ -48,6 +54,7 @@ def predict(
         batch_size=batch_size,
         level=level,
         overwrite=overwrite,
+        plot=plot,
         trust_code=trust_code,
         quiet=quiet,
     )

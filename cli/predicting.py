@@ -10,7 +10,9 @@ import click
 
 from kalmanhead.checkpoint import CheckpointFolder
 from kalmanhead.cli.building import make_learner, open_stream
-from kalmanhead.cli.predictions import open_writer
+from kalmanhead.cli.figure import check_picture, write
+from kalmanhead.cli.predicted_figure import LastPredictions, predicted_figure
+from kalmanhead.cli.predictions import Predicted, open_writer
 from kalmanhead.cli.stored import foreign, report, stored_options
 from kalmanhead.cli.table import number
 from kalmanhead.errors import ConfigError
@@ -28,10 +30,13 @@ def predict_rows(
     batch_size: int,
     level: float,
     overwrite: bool,
+    plot: Path | None,
     trust_code: bool,
     quiet: bool,
 ) -> None:
     """Write the predictions for a source; see the command for the rest."""
+    if plot is not None:
+        check_picture(plot)
     refuse_overlap(out, {"the run": str(run), "the source": source})
     directory = RunDirectory.open(run)
     options = stored_options(directory, {}, trust_code=trust_code)
@@ -52,22 +57,31 @@ def predict_rows(
     )
     check_rows(stream.spec, learnt, source)
     metrics = Metrics(field=learnt.grid_dims > 0)
-    rows = 0
+    last = LastPredictions(is_field=learnt.grid_dims > 0)
     with open_writer(
         out, learnt.y_names, is_field=learnt.grid_dims > 0, level=level, overwrite=overwrite
     ) as writer:
         for batch in stream:
             if len(batch):
                 predictive = learner.predict_dist(batch.x)
-                writer.write(predictive)
+                predicted = Predicted.of(predictive, level)
+                writer.write(predicted)
+                last.add(predicted, batch.y.double().numpy())
                 metrics.update(predictive.mean, batch.y)
-                rows += len(batch)
-    if quiet:
-        return
+    if plot is not None:
+        write(predicted_figure(last, learnt.y_names[0], level, directory.path.name), plot)
+    if not quiet:
+        report_end(out, last.rows, level, plot, metrics)
+
+
+def report_end(out: Path, rows: int, level: float, plot: Path | None, metrics: Metrics) -> None:
+    """Say what was written and, where there were targets, how well they were predicted."""
     click.echo(f"{out}: {rows} predictions with {level:.0%} intervals")
     errors = metrics.summary()["prequential"]
     if errors["rmse"] is not None:
         click.echo(", ".join(f"{name} {number(value)}" for name, value in errors.items()))
+    if plot is not None:
+        click.echo(f"picture: {plot}")
 
 
 def restored_learner(

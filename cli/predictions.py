@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +21,24 @@ from kalmanhead.noise import Predictive
 Array = NDArray[np.float64]
 
 
+class Predicted(NamedTuple):
+    """Predictions of a batch and the ends of their intervals, (n, k) or (n, k, *grid)."""
+
+    mean: Array
+    low: Array
+    high: Array
+
+    @classmethod
+    def of(cls, predictive: Predictive, level: float) -> Predicted:
+        """Take them from a distribution."""
+        parts = (predictive.mean, *predictive.interval(level))
+        return cls(*(part.cpu().double().numpy() for part in parts))
+
+
 class Writer(Protocol):
     """Takes the predictions of one batch after another."""
 
-    def write(self, predictive: Predictive) -> None:
+    def write(self, predicted: Predicted) -> None:
         """Append the rows of a batch."""
         ...
 
@@ -32,17 +46,15 @@ class Writer(Protocol):
 class ParquetPredictions:
     """Columns NAME, NAME_low and NAME_high for every target."""
 
-    def __init__(self, path: Path, names: tuple[str, ...], level: float) -> None:
-        self.names, self.level = names, level
+    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
+        self.names = names
         columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
         self.schema = pa.schema([(column, pa.float64()) for column in columns])
         self._writer = pq.ParquetWriter(path, self.schema)
 
-    def write(self, predictive: Predictive) -> None:
+    def write(self, predicted: Predicted) -> None:
         """Append the rows of a batch."""
-        low, high = predictive.interval(self.level)
-        parts = [part.cpu().double().numpy() for part in (predictive.mean, low, high)]
-        columns = [part[:, j] for j in range(len(self.names)) for part in parts]
+        columns = [part[:, j] for j in range(len(self.names)) for part in predicted]
         self._writer.write_table(pa.table(columns, schema=self.schema))
 
     def close(self) -> None:
@@ -56,13 +68,10 @@ class ZarrPredictions:
     def __init__(self, path: Path, level: float) -> None:
         self.group = zarr.open_group(path, mode="w")
         self.group.attrs["interval_level"] = level
-        self.level = level
 
-    def write(self, predictive: Predictive) -> None:
+    def write(self, predicted: Predicted) -> None:
         """Append the rows of a batch."""
-        low, high = predictive.interval(self.level)
-        for name, part in (("y", predictive.mean), ("y_low", low), ("y_high", high)):
-            values = part.cpu().double().numpy()
+        for name, values in zip(("y", "y_low", "y_high"), predicted, strict=True):
             if name not in self.group:
                 shape = values.shape[1:]
                 rows = max(1, 2**20 // (8 * max(1, int(np.prod(shape)))))
@@ -101,7 +110,7 @@ def open_writer(
         if path.suffix == ".zarr":
             writer = ZarrPredictions(part, level)
         else:
-            writer = ParquetPredictions(part, names, level)
+            writer = ParquetPredictions(part, names)
         yield writer
         writer.close()
         remove(path)

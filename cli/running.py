@@ -18,6 +18,7 @@ from kalmanhead.batch import Batch
 from kalmanhead.checkpoint import CheckpointFolder, Restored
 from kalmanhead.cli.building import make_learner, open_stream
 from kalmanhead.cli.curve import is_drawn, save_curve
+from kalmanhead.cli.foresight import foreseen
 from kalmanhead.cli.stored import foreign, report
 from kalmanhead.cli.stream import stream as stream_command
 from kalmanhead.cli.table import results_table
@@ -111,7 +112,7 @@ def execute(run: Run, *, quiet: bool, as_json: bool) -> int:
         result = {
             **run.progress.summary(),
             "holdout": holdout,
-            "heads": leaders(run.learner.head),
+            **bank_report(run.learner.head),
             "run": str(run.directory.path),
             "checkpoint": str(checkpoint),
         }
@@ -138,7 +139,7 @@ def learn(run: Run, stopper: Stopper, bar: tqdm[Any]) -> bool:
     try:
         return learn_stream(
             run.learner,
-            run.stream.iterate(run.progress.cursor),
+            foreseen(run.stream.iterate(run.progress.cursor), run.learner, run.progress),
             run.progress,
             max_batches=run.options["max_batches"],
             on_batch=[on_batch],
@@ -177,7 +178,7 @@ def save(run: Run, holdout: dict[str, Any] | None = None) -> Path:
         "metrics_bytes": run.directory.flush(),
         "rows": dataclasses.asdict(run.stream.spec),
         "holdout": holdout,
-        "heads": leaders(run.learner.head),
+        **bank_report(run.learner.head),
     }
     return run.checkpoints.write(tree, run.progress.batches)
 
@@ -211,13 +212,23 @@ def batch_record(progress: Progress, head: Head) -> dict[str, Any]:
     if is_drawn(progress.batches):
         summary = metrics.summary()
         record["prequential"], record["recent"] = summary["prequential"], summary["recent"]
-        record["heads"] = leaders(head)
+        record.update(bank_report(head))
     return record
 
 
-def leaders(head: Head) -> list[tuple[str, float]] | None:
-    """The heads of a bank that lead, with their weights; None for a single head."""
-    return head.leaders() if isinstance(head, HeadBank) else None
+def bank_report(head: Head) -> dict[str, Any]:
+    """The heads of a bank that lead, with their weights, and what they amount to.
+
+    That is the lambda of one head in the bank's place, and how many rows are remembered. Of a
+    single head there is only to say that no others lead.
+    """
+    if not isinstance(head, HeadBank):
+        return {"heads": None}
+    return {
+        "heads": head.leaders(),
+        "lambda": float(head.effective_precision),
+        "memory": float(head.effective_memory),
+    }
 
 
 def score_holdout(run: Run) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ from kalmanhead.metrics import Metrics
 from kalmanhead.rundir import RunDirectory
 
 NOT_STORED = ("config", "run", "quiet", "as_json")
+# What a checkpoint says of a bank of heads; see `running.bank_report`.
+BANK = ("heads", "lambda", "memory")
 
 
 def stored_options(
@@ -57,13 +59,15 @@ def newest_result(directory: RunDirectory) -> dict[str, Any] | None:
         saved = restored.tree["progress"]["metrics"]
         progress = Progress(Metrics(window_rows=saved["window_rows"], field=saved["field"]))
         progress.load_state(restored.tree["progress"])
-        holdout, heads = restored.tree["holdout"], restored.tree["heads"]
+        holdout = restored.tree["holdout"]
+        # Runs from before lambda and memory were kept have the heads alone.
+        bank = {key: restored.tree[key] for key in BANK if key in restored.tree}
     except (KeyError, TypeError) as error:
         raise foreign(restored) from error
     return {
         **progress.summary(),
         "holdout": holdout,
-        "heads": heads,
+        **bank,
         "run": str(directory.path),
         "checkpoint": str(restored.path),
     }

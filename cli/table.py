@@ -21,19 +21,49 @@ def results_table(result: dict[str, Any]) -> str:
         )
         for line in lines
     )
+    return "\n".join([table, counts(result), *calibration(result), *leading(result)])
+
+
+def counts(result: dict[str, Any]) -> str:
+    """How much was learnt, how fast, and what was left out."""
     speed = result["rows_per_second"]
-    counts = (
+    text = (
         f"{result['rows']} rows in {result['batches']} batches, {result['seconds']:.1f} s"
         f"{'' if speed is None else f', {speed:.0f} rows/s'}"
     )
     if result["bad_rows"]:
-        counts += f", {result['bad_rows']} bad rows left out"
+        text += f", {result['bad_rows']} bad rows left out"
     if result.get("missing_targets"):
-        counts += f", {result['missing_targets']} missing targets"
-    if result.get("heads"):
-        leading = ", ".join(f"{name} ({weight:.0%})" for name, weight in result["heads"])
-        counts += f"\nleading heads: {leading}"
-    return f"{table}\n{counts}"
+        text += f", {result['missing_targets']} missing targets"
+    return text
+
+
+def calibration(result: dict[str, Any]) -> list[str]:
+    """How often the model's own interval held what came, where that was measured."""
+    measured = result.get("calibration")
+    if not measured or measured["coverage"] is None:
+        return []
+    return [
+        f"{measured['level']:.0%} interval: held {measured['coverage']:.1%} of the targets, "
+        f"half width {number(measured['interval'])} (in {measured['batches']} batches)"
+    ]
+
+
+def leading(result: dict[str, Any]) -> list[str]:
+    """Which heads of a bank lead, and the lambda and memory that they amount to."""
+    if not result.get("heads"):
+        return []
+    names = ", ".join(f"{name} ({weight:.0%})" for name, weight in result["heads"])
+    lines = [f"leading heads: {names}"]
+    if "lambda" in result:
+        lines.append(f"effective lambda {number(result['lambda'])}, memory {rows(result)}")
+    return lines
+
+
+def rows(result: dict[str, Any]) -> str:
+    """What a bank remembers, in whole rows where there are many."""
+    memory = result["memory"]
+    return f"{number(memory)} rows" if memory < 1000 else f"{memory:.0f} rows"
 
 
 def number(value: float | None) -> str:

@@ -14,34 +14,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, log_student_t, make_group
+from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, make_group
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.layout import (
     as_outputs,
     as_rows,
-    change_of_inputs,
     check_pair,
     check_sizes,
     linear_outputs,
     point_weights,
     rescaled_weight,
 )
-from kalmanhead.linalg import symmetrise
-from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
-from kalmanhead.posterior import Posterior, Update, condition, forgotten
+from kalmanhead.noise import Noise, Predictive, noise_discount
+from kalmanhead.posterior import Posterior, forgotten, reexpressed
+from kalmanhead.standing import Standing
+from kalmanhead.tending import Tending
 
 State = dict[str, Any]
 
-# One row can lower a head's standing against the best by no more than this, in nats: a single
-# outlier would otherwise put the vaguest head in charge.
-MOST_NATS = 1.0
-# Slowest share of a batch in the running mean square of the features.
-SLOWEST_POWER = 0.01
+# Rows at the start from which the size of the features is taken.
+SIZING_ROWS = 1000
 
 
 class HeadBank(nn.Module):
@@ -59,6 +56,8 @@ class HeadBank(nn.Module):
         By block (`level`, `linear`, `deep`, `proximal`): prior precisions and drift rates, of
         which all pairs become heads. None for `DEFAULT_GRID`, or `FIELD_GRID` with
         `feature_dim` 1.
+    mixing:
+        `soft` predicts by the mixture of all heads, `best` by the leader of each output.
     discount:
         Factor by which scores fade with every sample.
     share:
@@ -70,7 +69,11 @@ class HeadBank(nn.Module):
     -----
     Scores count independent samples: of a field, the mean over its points. Each output has its
     own weights over the heads. A step costs the sum over groups of K (n d^2 + n^2 d), d being
-    the block's width, so the deep heads that remember are what bounds it.
+    the block's width, so the deep heads that remember are what bounds it. A block that has not
+    mattered for long sleeps, but for two batches of every 16.
+
+    The backbone follows the gradient of one head, the driver, throughout: a mixture that changes
+    hands, or whose memory is long, trains it worse (docs/decisions.md has the figures).
 
     Examples
     --------
@@ -92,6 +95,7 @@ class HeadBank(nn.Module):
         linear_features: int = 0,
         feature_dim: int = -1,
         grid: Grid | None = None,
+        mixing: Literal["soft", "best"] = "soft",
         discount: float = 0.99,
         share: float = 0.01,
         noise_memory: float = 10_000.0,
@@ -108,23 +112,28 @@ class HeadBank(nn.Module):
                 f"discount {discount}, share {share}, noise_memory {noise_memory}: give a discount "
                 "in (0, 1], a share in [0, 1) and a memory above 0"
             )
+        if mixing not in ("soft", "best"):
+            raise ConfigError(f"mixing is {mixing!r}: choose soft or best")
         if grid is None:
             grid = FIELD_GRID if feature_dim == 1 else DEFAULT_GRID
         self.in_features, self.out_features = in_features, out_features
         self.linear_features, self.feature_dim = linear_features, feature_dim
-        self.discount, self.share, self.noise_memory = discount, share, noise_memory
+        self.mixing, self.noise_memory = mixing, noise_memory
         self.groups = tuple(
             make_group(block, self._width(block), out_features, lams, etas, device)
             for block, (lams, etas) in grid.items()
             if block != "linear" or linear_features
         )
-        heads = sum(len(group.lam) for group in self.groups)
-        if not any(group.width == in_features + 1 for group in self.groups):
+        full = [i for i, group in enumerate(self.groups) if group.width == in_features + 1]
+        if not full:
             raise ConfigError("the grid has no deep or proximal heads: give the backbone a use")
-        self.scores = torch.zeros(heads, out_features, dtype=torch.float64, device=device)
-        self.power = 1.0
-        self.rows_seen = 0.0
-        self._mix()
+        self.driving = full[0]
+        heads = sum(len(group) for group in self.groups)
+        self.standing = Standing.start(heads, out_features, device, discount=discount, share=share)
+        self.power, self.rows_seen = 1.0, 0.0
+        self.samples_seen, self.batches = 0, 0
+        self.tending = Tending(len(self.groups), self.driving)
+        self._weight = self._mix(self.groups, self.standing)
 
     @property
     def weight(self) -> Tensor:
@@ -134,7 +143,7 @@ class HeadBank(nn.Module):
     @property
     def weights(self) -> Tensor:
         """Weight of each head for each output, (heads, k); the heads in order of `names`."""
-        return self.scores.softmax(0)
+        return self.standing.weights
 
     @property
     def names(self) -> list[str]:
@@ -151,16 +160,27 @@ class HeadBank(nn.Module):
         names = self.names
         return [(names[i], float(weights[i])) for i in weights.argsort(descending=True)[:count]]
 
+    @property
+    def effective_precision(self) -> float:
+        """Lambda of one head in the bank's place: the weighted geometric mean."""
+        lam = torch.cat([group.lam for group in self.groups])
+        return float((self.weights.mean(1) @ lam.log()).exp())
+
+    @property
+    def effective_memory(self) -> float:
+        """Samples that the heads' covariances remember, weighted; at most those seen."""
+        eta = torch.cat([group.eta for group in self.groups])
+        samples = (self.samples_seen / max(self.batches, 1) / eta).clamp_max(self.samples_seen)
+        return min(float(self.weights.mean(1) @ samples), float(self.samples_seen))
+
     def forward(self, phi: Tensor) -> Tensor:
         """Predictions of the mixture: (*, d) -> (*, k), or (n, d, *grid) -> (n, k, *grid)."""
         return linear_outputs(self._weight, phi, True, self.feature_dim)
 
     def for_gradient(self, phi: Tensor) -> Tensor:
-        """Outputs of the heads that use the backbone, weighted among themselves.
-
-        The whole mixture would starve the backbone while a level or linear head leads.
-        """
-        return linear_outputs(self._deep, phi, True, self.feature_dim)
+        """Outputs of the head that drives the backbone."""
+        driver = self.groups[self.driving].posterior.mean[0]
+        return linear_outputs(driver, phi, True, self.feature_dim)
 
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
@@ -182,45 +202,52 @@ class HeadBank(nn.Module):
             return
         if not bool(seen.all()):
             weights = seen.amax(1) * (1.0 if weights is None else weights)
-        power = self._next_power(rows)
-        discount = noise_discount(total, self.rows_seen, self.noise_memory)
-        groups, evidence = [], []
-        for group in self.groups:
-            update = self._condition(group, rows, targets, weights, power)
-            squares = update.innovation.square() / (1 + update.leverage[..., None])
-            evidence.append(log_student_t(squares, update.leverage, group.noise))
-            noise = update_noise(group.noise, (squares * seen).sum(-2), counted, discount)
-            posterior = update.posterior
-            if not group.remembers:
-                posterior = replace(group.posterior, mean=posterior.mean)
-            groups.append(replace(group, posterior=posterior, noise=noise))
-        if not all(math.isfinite(group.posterior.mean.sum()) for group in groups):
+        power, awake = self._next_power(rows), self.tending.awake(self.batches)
+        prior, first = self._prior_variance(power), self.rows_seen == 0
+        learnt = [
+            group.condition(rows, targets, weights, prior, first) if up else (group, None)
+            for group, up in zip(self.groups, awake, strict=True)
+        ]
+        groups = tuple(group for group, _ in learnt)
+        updates = [update for _, update in learnt if update is not None]
+        standing = self.standing.after(
+            torch.cat([update.innovation for update in updates]),
+            torch.cat([update.leverage for update in updates]),
+            seen,
+            counted,
+            noise_discount(total, self.rows_seen, self.noise_memory),
+            phi.shape[0],
+            None if all(awake) else self._heads(awake),
+        )
+        weight = self._mix(groups, standing)
+        if not math.isfinite(weight.sum()):
             raise NumericalError(
                 "the solve gave NaN or infinity: a feature or a target of this batch is not "
                 "finite; nothing was learnt from it"
             )
-        samples = phi.shape[0]
-        self.scores = self._next_scores(torch.cat(evidence), seen, samples)
-        self.groups, self.power = tuple(groups), power
+        self.groups, self.standing, self.power, self._weight = groups, standing, power, weight
         self.rows_seen += total
-        self._mix()
+        self.samples_seen += phi.shape[0]
+        self.batches += 1
+        self.tending.follow(groups, self.weights.amax(1).tolist(), standing.share)
+        self._extend()
 
     @torch.no_grad()
     def predict_dist(self, phi: Tensor) -> Predictive:
         """Student t with the mixture's mean and spread, the heads' disagreement included."""
         rows = self._rows(phi)
         mean = rows @ self._weight.mT
-        square, dof = torch.zeros_like(mean), torch.zeros_like(mean)
-        at = 0
+        variance, first = self._prior_variance(self.power), self.rows_seen == 0
+        apart, leverage = [], []
         for group in self.groups:
-            share = self.weights[at : at + len(group.lam)]
-            at += len(group.lam)
             block = rows[:, : group.width]
-            prior = group.prior(self.power, self.rows_seen == 0)
-            variance = group.noise.variance[:, None] * (1 + prior.variance_of(block)[..., None])
-            apart = (block @ group.posterior.mean.mT - mean).square()
-            square += (share[:, None] * (variance + apart)).sum(0)
-            dof += (share * 2 * group.noise.shape).sum(0)
+            apart.append((block @ group.posterior.mean.mT - mean).square())
+            leverage.append(group.prior(variance, first).variance_of(block))
+        noise = self.standing.noise
+        spread = noise.variance[:, None] * (1 + torch.cat(leverage)[..., None])
+        weights = self._shares(self.standing)[:, None]
+        square = (weights * (spread + torch.cat(apart))).sum(0)
+        dof = (weights * 2 * noise.shape[:, None]).sum(0).expand_as(mean)
         return Predictive(
             *(as_outputs(v, phi, self.feature_dim) for v in (mean, square.sqrt(), dof))
         )
@@ -244,11 +271,7 @@ class HeadBank(nn.Module):
     @torch.no_grad()
     def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and the noise for targets that are now `ratio * y + offset`, both (k,)."""
-        square = ratio.to(self._weight).square()
-        self.groups = tuple(
-            replace(group, noise=replace(group.noise, rate=group.noise.rate * square))
-            for group in self.groups
-        )
+        self.standing = self.standing.rescaled(ratio)
         self._map(
             lambda group: replace(
                 group.posterior,
@@ -259,16 +282,13 @@ class HeadBank(nn.Module):
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,)."""
-
-        def moved(group: Group) -> Posterior:
-            if group.width <= ratio.shape[0]:
-                return group.posterior
-            change = change_of_inputs(ratio, offset, group.width).to(self._weight)
-            old = group.posterior
-            spread = symmetrise(change.mT @ old.spread @ change) if group.remembers else old.spread
-            return Posterior(old.mean @ change, spread, old.form)
-
-        self._map(moved)
+        self._map(
+            lambda group: (
+                reexpressed(group.posterior, ratio, offset)
+                if group.width > ratio.shape[0]
+                else group.posterior
+            )
+        )
 
     @torch.no_grad()
     def forget_inputs(self, lost: Tensor) -> None:
@@ -283,22 +303,14 @@ class HeadBank(nn.Module):
 
     def state(self) -> State:
         """What must be kept to go on exactly."""
-        groups = [
-            {
-                "lam": group.lam,
-                "eta": group.eta,
-                "mean": group.posterior.mean,
-                "spread": group.posterior.spread,
-                "noise_shape": group.noise.shape,
-                "noise_rate": group.noise.rate,
-            }
-            for group in self.groups
-        ]
         return {
-            "groups": groups,
-            "scores": self.scores,
+            "groups": [group.state() for group in self.groups],
+            "standing": self.standing.state(),
             "power": self.power,
             "rows_seen": self.rows_seen,
+            "samples_seen": self.samples_seen,
+            "batches": self.batches,
+            "tending": self.tending.state(),
         }
 
     def load_state(self, state: State) -> None:
@@ -312,7 +324,8 @@ class HeadBank(nn.Module):
         saved = state.get("groups", [])
         fits = len(saved) == len(self.groups) and all(
             old["mean"].shape == group.posterior.mean.shape
-            and torch.equal(old["lam"].to(group.lam), group.lam)
+            # A grid of proximal heads may have extended itself.
+            and (not group.remembers or torch.equal(old["lam"].to(group.lam), group.lam))
             and torch.equal(old["eta"].to(group.eta), group.eta)
             for old, group in zip(saved, self.groups, strict=True)
         )
@@ -321,20 +334,23 @@ class HeadBank(nn.Module):
                 "the saved head is a bank of other heads or shapes, or none: build the head with "
                 "the options it was saved under"
             )
+
+        def own(value: Tensor) -> Tensor:
+            return value.to(self._weight).clone()
+
         self.groups = tuple(
             replace(
                 group,
-                posterior=Posterior(own["mean"], own["spread"], group.posterior.form),
-                noise=Noise(own["noise_shape"], own["noise_rate"]),
+                lam=own(old["lam"]),
+                posterior=Posterior(own(old["mean"]), own(old["spread"]), group.posterior.form),
             )
-            for group, own in (
-                (group, {name: v.to(self.scores).clone() for name, v in old.items()})
-                for group, old in zip(self.groups, saved, strict=True)
-            )
+            for group, old in zip(self.groups, saved, strict=True)
         )
-        self.scores = state["scores"].to(self.scores).clone()
-        self.power, self.rows_seen = state["power"], state["rows_seen"]
-        self._mix()
+        self.standing = self.standing.loaded(state["standing"])
+        for name in ("power", "rows_seen", "samples_seen", "batches"):
+            setattr(self, name, state[name])
+        self.tending.load_state(state["tending"])
+        self._weight = self._mix(self.groups, self.standing)
 
     def _width(self, block: str) -> int:
         return {"level": 1, "linear": 1 + self.linear_features}.get(block, 1 + self.in_features)
@@ -345,51 +361,61 @@ class HeadBank(nn.Module):
         return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
 
     def _next_power(self, rows: Tensor) -> float:
-        """Running mean square of the features, so that their units do not matter."""
-        if rows.shape[1] == 1:
-            return 1.0
-        now = float(rows[:, 1:].square().mean())
-        n = rows.shape[0]
-        share = max(n / (self.rows_seen + n), SLOWEST_POWER)
-        power = self.power + (now - self.power) * share
+        """Mean square of the largest feature at the start, so that units do not matter.
+
+        It stays from then on: a prior that grew with the features would let them grow for ever.
+        """
+        if rows.shape[1] == 1 or self.rows_seen >= SIZING_ROWS:
+            return self.power
+        now = float(rows[:, 1:].square().mean(0).max())
+        power = self.power + (now - self.power) * len(rows) / (self.rows_seen + len(rows))
         return power if power > 0 else 1.0
 
-    def _condition(
-        self, group: Group, rows: Tensor, targets: Tensor, weights: Tensor | None, power: float
-    ) -> Update:
-        """A group's update; a missing target is each head's own prediction, which moves nothing."""
-        prior = group.prior(power, self.rows_seen == 0)
-        block = rows[:, : group.width]
-        missing = torch.isnan(targets)
-        if bool(missing.any()):
-            targets = torch.where(missing, block @ prior.mean.mT, targets)
-        return condition(prior, block, targets, weights, keep_covariance=group.remembers)
+    def _prior_variance(self, power: float) -> Tensor:
+        """Prior variances for lambda = 1, (d,): 1 / power for all features but the constant."""
+        variance = torch.full_like(self._weight[0], 1 / power)
+        variance[0] = 1.0
+        return variance
 
-    def _next_scores(self, evidence: Tensor, seen: Tensor, samples: int) -> Tensor:
-        """Scores after a batch, from log densities (heads, rows, k): discounted, then shared."""
-        evidence = torch.maximum(evidence, evidence.amax(0) - MOST_NATS) * seen
-        gain = evidence.sum(1) * (samples / seen.shape[0])
-        weights = (self.discount**samples * self.scores + gain).softmax(0)
-        return ((1 - self.share) * weights + self.share / weights.shape[0]).log()
+    def _heads(self, awake: list[bool]) -> Tensor:
+        """Numbers of the heads whose groups are awake."""
+        sizes = torch.tensor([len(group) for group in self.groups])
+        flags = torch.tensor(awake).repeat_interleave(sizes)
+        return flags.nonzero()[:, 0].to(self._weight.device)
 
-    def _mix(self) -> None:
-        """Weights of the mixture, and of its deep part alone."""
-        weights, full = self.weights, self.in_features + 1
-        self._weight = torch.zeros(self.out_features, full).to(weights)
-        deep, total, at = torch.zeros_like(self._weight), torch.zeros_like(weights[0]), 0
-        for group in self.groups:
-            share = weights[at : at + len(group.lam)]
-            at += len(group.lam)
-            part = (share[..., None] * group.posterior.mean).sum(0)
-            self._weight[:, : group.width] += part
-            if group.width == full:
-                deep += part
-                total = total + share.sum(0)
-        self._deep = deep / total[:, None]
+    def _extend(self) -> None:
+        """Let the grid go on beyond a head at its edge that has led for long."""
+        beyond = self.tending.beyond(self.groups)
+        if beyond is None:
+            return
+        i, edge, far = beyond
+        start = sum(len(group) for group in self.groups[:i])
+        self.groups = (*self.groups[:i], self.groups[i].extended(edge), *self.groups[i + 1 :])
+        noise = self.standing.noise
+        shape, rate = noise.shape.clone(), noise.rate.clone()
+        shape[start + far], rate[start + far] = shape[start + edge], rate[start + edge]
+        self.standing = replace(self.standing, noise=Noise(shape, rate))
+        self._weight = self._mix(self.groups, self.standing)
+
+    def _shares(self, standing: Standing) -> Tensor:
+        """Part of each head in the mixture, (heads, k)."""
+        if self.mixing == "soft":
+            return standing.shares
+        best = nn.functional.one_hot(standing.scores.argmax(0), standing.scores.shape[0])
+        return best.mT.to(standing.scores)
+
+    def _mix(self, groups: tuple[Group, ...], standing: Standing) -> Tensor:
+        """W of the mixture, (k, d)."""
+        sizes = [len(group) for group in groups]
+        shares = torch.split(self._shares(standing), sizes)  # type: ignore[no-untyped-call]
+        mixture = torch.zeros(self.out_features, self.in_features + 1).to(standing.scores)
+        for group, share in zip(groups, shares, strict=True):
+            mixture[:, : group.width] += (share[..., None] * group.posterior.mean).sum(0)
+        return mixture
 
     def _map(self, change: Callable[[Group], Posterior]) -> None:
         self.groups = tuple(replace(group, posterior=change(group)) for group in self.groups)
-        self._mix()
+        self._weight = self._mix(self.groups, self.standing)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadBank:
         """Follow a move to another device, but keep the dtype."""
@@ -398,7 +424,7 @@ class HeadBank(nn.Module):
         def moved(value: Tensor) -> Tensor:
             return fn(value).to(value.dtype)
 
-        self.scores = moved(self.scores)
+        self.standing = self.standing.moved(fn)
         self.groups = tuple(
             replace(
                 group,
@@ -409,9 +435,8 @@ class HeadBank(nn.Module):
                     mean=moved(group.posterior.mean),
                     spread=moved(group.posterior.spread),
                 ),
-                noise=Noise(moved(group.noise.shape), moved(group.noise.rate)),
             )
             for group in self.groups
         )
-        self._mix()
+        self._weight = self._mix(self.groups, self.standing)
         return self

@@ -1,4 +1,4 @@
-"""Heads of one block of features: what they are, what they believe, how well they foresee."""
+"""Heads of one block of features: what they are, what they believe, how they learn."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from kalmanhead.errors import ConfigError
-from kalmanhead.noise import Noise
-from kalmanhead.posterior import Posterior
+from kalmanhead.posterior import Posterior, Update, condition
 
 Grid = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 # By block: prior precisions (times the mean square of the features) and drift rates. Rate 1 is
-# `reset`, the paper's proximal head, and 0 is `static`.
+# `reset`, the paper's proximal head, and 0 is `static`. The first head of the first block that
+# uses all features drives the backbone.
 DEFAULT_GRID: Grid = {
     "level": ((0.01,), (1.0, 0.1, 0.01, 0.0)),
     "linear": ((0.1, 10.0), (0.01, 0.0)),
-    "deep": ((1.0,), (0.1, 0.01, 0.001, 0.0)),
+    "deep": ((10.0,), (0.001, 0.01, 0.0)),
     "proximal": ((10.0, 100.0, 1000.0, 10000.0), (1.0,)),
 }
 # Fields bring thousands of rows a batch. What is remembered of them holds the head to features
@@ -27,14 +27,16 @@ DEFAULT_GRID: Grid = {
 FIELD_GRID: Grid = {
     "level": ((0.01,), (1.0, 0.0)),
     "linear": ((10.0,), (0.0,)),
+    "proximal": ((100.0, 30.0, 300.0), (1.0,)),
     "deep": ((1.0,), (0.1,)),
-    "proximal": ((30.0, 100.0, 300.0), (1.0,)),
 }
+# A grid that extends itself goes on in these steps, as far as these precisions.
+STEP, LEAST, MOST = 10.0, 1e-4, 1e8
 
 
 @dataclass(frozen=True)
 class Group:
-    """Heads of one block: what they are, and what they believe.
+    """Heads of one block: what they are, and what they believe of the weights.
 
     Attributes
     ----------
@@ -42,7 +44,7 @@ class Group:
         Name of the block and number of leading features it uses.
     lam, eta:
         Prior precision and drift rate of each head, (K,).
-    posterior, noise:
+    posterior:
         Batched beliefs; proximal heads carry no covariance and are `diagonal` in form.
     """
 
@@ -51,26 +53,80 @@ class Group:
     lam: Tensor
     eta: Tensor
     posterior: Posterior
-    noise: Noise
+
+    def __len__(self) -> int:
+        """How many heads."""
+        return self.lam.shape[0]
 
     @property
     def remembers(self) -> bool:
         """Whether a covariance is carried from batch to batch."""
         return self.posterior.form == "dense"
 
-    def prior(self, power: float, first: bool) -> Posterior:
-        """Belief before a batch, P- = (1 - eta) P + eta V.
+    def prior(self, variance: Tensor, first: bool) -> Posterior:
+        """Belief before a batch, P- = (1 - eta) P + eta V with V = diag(variance) / lambda.
 
-        V holds the prior variances, 1 / lambda for the constant and 1 / (lambda power) for
-        features of mean square `power`.
+        `variance`, (d,) with d at least the width, is the prior's for lambda = 1.
         """
-        variance = (1 / self.lam)[:, None].repeat(1, self.width)
-        variance[:, 1:] /= power
+        own = variance[: self.width] / self.lam[:, None]
         if first or not self.remembers:
-            return Posterior(self.posterior.mean, variance, "diagonal")
-        eta = self.eta[:, None, None]
-        spread = (1 - eta) * self.posterior.spread + torch.diag_embed(self.eta[:, None] * variance)
+            return Posterior(self.posterior.mean, own, "diagonal")
+        spread = self.posterior.spread * (1 - self.eta)[:, None, None]
+        spread.diagonal(dim1=-2, dim2=-1).add_(self.eta[:, None] * own)
         return replace(self.posterior, spread=spread)
+
+    def condition(
+        self,
+        rows: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        variance: Tensor,
+        first: bool,
+    ) -> tuple[Group, Update]:
+        """Learn from rows (n, d); the update says how well they were foreseen.
+
+        A missing target is each head's own prediction, which moves nothing.
+        """
+        prior = self.prior(variance, first)
+        block = rows[:, : self.width]
+        missing = torch.isnan(targets)
+        if bool(missing.any()):
+            targets = torch.where(missing, block @ prior.mean.mT, targets)
+        update = condition(prior, block, targets, weights, keep_covariance=self.remembers)
+        posterior = update.posterior
+        if not self.remembers:
+            posterior = replace(self.posterior, mean=posterior.mean)
+        return replace(self, posterior=posterior), update
+
+    def extended(self, edge: int) -> Group:
+        """Group whose precision at the other end has moved on beyond head `edge`, at this end.
+
+        The new head starts from what the one at the edge has learnt.
+        """
+        beyond = STEP if self.lam[edge] == self.lam.max() else 1 / STEP
+        far = self.far(edge)
+        lam, mean = self.lam.clone(), self.posterior.mean.clone()
+        lam[far] = lam[edge] * beyond
+        mean[far] = mean[edge]
+        return replace(self, lam=lam, posterior=replace(self.posterior, mean=mean))
+
+    def state(self) -> dict[str, Tensor]:
+        """What must be kept to go on exactly."""
+        mean, spread = self.posterior.mean, self.posterior.spread
+        return {"lam": self.lam, "eta": self.eta, "mean": mean, "spread": spread}
+
+    def far(self, edge: int) -> int:
+        """Head at the other end of the precisions."""
+        top = bool(self.lam[edge] == self.lam.max())
+        return int(self.lam.argmin() if top else self.lam.argmax())
+
+    def can_extend(self, edge: int) -> bool:
+        """Whether the grid may go on beyond a head: the first one, which may drive, stays."""
+        lam = float(self.lam[edge])
+        top, bottom = lam == float(self.lam.max()), lam == float(self.lam.min())
+        if self.remembers or top == bottom or self.far(edge) == 0:
+            return False
+        return lam < MOST if top else lam > LEAST
 
 
 def make_group(
@@ -102,24 +158,4 @@ def make_group(
         posterior = Posterior(mean, variance.clone(), "diagonal")
     else:
         posterior = Posterior(mean, torch.diag_embed(variance), "dense")
-    ones = torch.ones(len(pairs), outputs).to(pairs)
-    return Group(block, width, lam, eta, posterior, Noise(ones, ones))
-
-
-def log_student_t(squares: Tensor, leverage: Tensor, noise: Noise) -> Tensor:
-    """Log density of each row under each head's prediction, up to a constant, (K, n, k).
-
-    Parameters
-    ----------
-    squares:
-        innovation^2 / (1 + leverage), (K, n, k).
-    leverage:
-        phi' P- phi, (K, n).
-    noise:
-        Belief before the batch, (K, k): a Student t with 2a degrees of freedom, scale b / a.
-    """
-    a, b = noise.shape[:, None], noise.rate[:, None]
-    height = torch.lgamma(a + 0.5) - torch.lgamma(a) - b.log() / 2
-    return (
-        height - torch.log1p(leverage)[..., None] / 2 - (a + 0.5) * torch.log1p(squares / (2 * b))
-    )
+    return Group(block, width, lam, eta, posterior)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -32,8 +35,23 @@ def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> T
     return squares.sum() / total
 
 
-def check_values(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
-    """Refuse a batch with values that nothing can be learnt from, before anything changes."""
+def check_batch(x: Tensor, y: Tensor, weight: Tensor | None, outputs: int) -> None:
+    """Refuse a batch that nothing can be learnt from, before anything changes."""
+    _check_values(x, y, weight)
+    if y.shape[1] != outputs:
+        raise ConfigError(f"y has shape {tuple(y.shape)}: the head has {outputs} outputs")
+
+
+def check_trainable(trained: list[nn.Parameter]) -> None:
+    """Refuse weights whose small steps would vanish."""
+    if trained and trained[0].dtype == torch.float16:
+        raise ConfigError(
+            "a float16 backbone cannot be trained, its small steps vanish: use bfloat16, "
+            "float32 or float64"
+        )
+
+
+def _check_values(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
     for name, values in (("x", x), ("y", y), ("weight", weight)):
         if values is None and name == "weight":
             continue
@@ -92,6 +110,23 @@ def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
         trained = backbone(x)
         backbone.eval()
     return not torch.equal(evaluated, trained)
+
+
+@contextmanager
+def training_mode(backbone: nn.Module, *, single: bool) -> Iterator[None]:
+    """Training mode for a while; with a single row, but for the layers that normalise by batch.
+
+    A single row, as the last batch of an epoch may be, has no variance to normalise by.
+    """
+    backbone.train()
+    if single:
+        for module in backbone.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()
+    try:
+        yield
+    finally:
+        backbone.eval()
 
 
 def run_backbone(backbone: nn.Module, x: Tensor) -> Tensor:

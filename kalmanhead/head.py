@@ -14,7 +14,6 @@ from kalmanhead.errors import ConfigError, NumericalError, kind_and_line
 from kalmanhead.layout import (
     as_outputs,
     as_rows,
-    change_of_inputs,
     check_pair,
     check_sizes,
     fill_missing,
@@ -22,9 +21,8 @@ from kalmanhead.layout import (
     point_weights,
     rescaled_weight,
 )
-from kalmanhead.linalg import symmetrise
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
-from kalmanhead.posterior import Form, Posterior, Update, condition, forgotten
+from kalmanhead.posterior import Form, Posterior, Update, condition, forgotten, reexpressed
 from kalmanhead.transition import Transition, make_transition
 
 State = dict[str, Any]
@@ -273,17 +271,10 @@ class KalmanHead(nn.Module):
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,).
 
-        Needs the constant. The mean becomes W A and the covariance A' P A, where the old features
-        are A times the new ones; predictions are the same as before. A prior that `reset`,
-        `ridge` or `drift` returns to is meant for features as they are scaled now, and stays.
+        Needs the constant; predictions are the same as before. A prior that `reset`, `ridge` or
+        `drift` returns to is meant for features as they are scaled now, and stays.
         """
-        change = change_of_inputs(ratio, offset, self.weight.shape[1]).to(self.weight)
-        mean, spread, form = self.weight @ change, self.posterior.spread, self.posterior.form
-        if form == "root":
-            spread = change.mT @ spread
-        elif form == "dense":
-            spread = symmetrise(change.mT @ spread @ change)
-        self.posterior = Posterior(mean, spread, form)
+        self.posterior = reexpressed(self.posterior, ratio, offset)
 
     @torch.no_grad()
     def forget_inputs(self, lost: Tensor) -> None:

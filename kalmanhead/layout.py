@@ -79,18 +79,6 @@ def rescaled_weight(mean: Tensor, ratio: Tensor, offset: Tensor, has_bias: bool)
     return scaled
 
 
-def change_of_inputs(ratio: Tensor, offset: Tensor, width: int) -> Tensor:
-    """Matrix A, (width, width), by which old features [1 | x | ...] are A times the new ones.
-
-    The first p inputs were `ratio * new + offset`, both (p,); all other features stay.
-    """
-    p = ratio.shape[0]
-    change = torch.eye(width).to(ratio)
-    change[1 : p + 1, 0] = offset
-    change[1 : p + 1, 1 : p + 1] = torch.diag(ratio)
-    return change
-
-
 def check_sizes(in_features: int, out_features: int, feature_dim: int) -> None:
     """Refuse sizes that make no layer."""
     if not all(isinstance(size, int) for size in (in_features, out_features)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,21 +10,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError, KalmanHeadError, NumericalError, SplitError
+from kalmanhead.averaging import Averaging, Forecast
+from kalmanhead.errors import ConfigError, KalmanHeadError
 from kalmanhead.guard import (
     acts_by_mode,
-    check_values,
+    check_batch,
+    check_trainable,
     check_width,
     owned,
     run_backbone,
     squared_loss,
+    training_mode,
 )
 from kalmanhead.head import Head, KalmanHead
 from kalmanhead.layout import rescaled_weight
 from kalmanhead.noise import Predictive
-from kalmanhead.optimizers import OptimizerFactory, adam, make_optimizer
+from kalmanhead.optimizers import OptimizerFactory, adam, descend, make_optimizer
 from kalmanhead.scaling import Scaling
-from kalmanhead.split import merge_head, split_head
+from kalmanhead.split import merge_head
+from kalmanhead.wrapping import take_head
 
 State = dict[str, Any]
 Order = Literal["head-first", "backbone-first"]
@@ -70,11 +73,13 @@ class OnlineLearner(nn.Module):
         a trained model are, and not for standardised ones.
     clip:
         Largest norm of the backbone's gradient, None for no limit.
+    average:
+        Decay of the averaged model that predicts beside the newest (`Averaging`); None for none.
 
     Raises
     ------
     ConfigError
-        An unknown order, or a clip that is no positive number.
+        An unknown order, a clip that is no positive number, or a decay outside of 0 to 1.
 
     Notes
     -----
@@ -106,6 +111,7 @@ class OnlineLearner(nn.Module):
         scale_y: bool = True,
         targets_in_units: bool = False,
         clip: float | None = None,
+        average: float | None = None,
     ) -> None:
         super().__init__()
         if order not in ("head-first", "backbone-first"):
@@ -124,6 +130,10 @@ class OnlineLearner(nn.Module):
         self.trained = [p for p in self.parameters() if p.requires_grad]
         make = optimizer if optimizer is not None else adam()
         self.optimizer = make_optimizer(make, self.trained) if self.trained else None
+        self.average: Averaging | None = None
+        if average is not None and self.trained:
+            self.average = Averaging(average, backbone, head)
+        self.parts = [part for part in (head, self.average) if part is not None]
         self.mode_matters: bool | None = None
         self.batches = 0
         self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
@@ -132,12 +142,18 @@ class OnlineLearner(nn.Module):
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Predicted targets in their own units, (n, k) or (n, k, *grid); changes nothing."""
-        return self.scaling.unscale_targets(self.head(self._features(self._scaled_x(x))))
+        scaled_x = self._scaled_x(x)
+        forecast = self._forecast(scaled_x, self._features(scaled_x))
+        return self.scaling.unscale_targets(forecast.mixture)
 
     @torch.no_grad()
     def predict_dist(self, x: Tensor) -> Predictive:
         """Predictive distribution of the targets in their own units; changes nothing."""
-        scaled = self.head.predict_dist(self._features(self._scaled_x(x)))
+        scaled_x = self._scaled_x(x)
+        phi = self._features(scaled_x)
+        scaled = self.head.predict_dist(phi)
+        if self.average is not None:
+            scaled = self.average.calibrated(scaled, self._forecast(scaled_x, phi).mixture)
         mean = self.scaling.unscale_targets(scaled.mean)
         return Predictive(mean, self.scaling.unscale_spread(scaled.scale), scaled.dof)
 
@@ -166,18 +182,10 @@ class OnlineLearner(nn.Module):
 
         Arguments and errors as for `learn`; returns what `predict` returns.
         """
-        check_values(x, y, weight)
-        if y.shape[1] != self.head.out_features:
-            raise ConfigError(
-                f"y has shape {tuple(y.shape)}: the head has {self.head.out_features} outputs"
-            )
+        check_batch(x, y, weight, self.head.out_features)
+        check_trainable(self.trained)
         if x.shape[0] == 0:
             return torch.empty_like(y)
-        if self.trained and self.dtype == torch.float16:
-            raise ConfigError(
-                "a float16 backbone cannot be trained, its small steps vanish: use bfloat16, "
-                "float32 or float64"
-            )
         # Gradients are needed whatever mode the caller is in, and none of them is the caller's.
         with torch.inference_mode(False), torch.enable_grad():
             undo = self._snapshot()
@@ -193,15 +201,20 @@ class OnlineLearner(nn.Module):
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x)
             self.scaling.begin(x, y)
-            self.scaling.follow(x, y, self.head, skip=False, express=self.targets_in_units)
+            self.scaling.follow(x, y, self.parts, skip=False, express=self.targets_in_units)
             self._learn(self._pass(x, y, weight))
         else:
             batch = self._pass(x, y, weight)
             with torch.no_grad():
                 features = self._features(batch.x) if self.mode_matters else batch.phi
-                prediction = self.scaling.unscale_targets(self.head(features))
+                forecast = self._forecast(batch.x, features)
+                prediction = self.scaling.unscale_targets(forecast.mixture)
+            if self.average is not None:
+                self.average.score(forecast.newest, forecast.average, batch.y, weight)
             self._learn(batch)
-            self.scaling.follow(x, y, self.head, skip=self.skip, express=True)
+            self.scaling.follow(x, y, self.parts, skip=self.skip, express=True)
+        if self.average is not None:
+            self.average.follow(self.backbone, self.head)
         self.batches += 1
         return prediction
 
@@ -237,21 +250,14 @@ class OnlineLearner(nn.Module):
         SplitError
             The model does not end with a linear layer that can be taken off.
         """
-        split = split_head(model, example)
-        if not split.verified:
-            raise SplitError(
-                f"that {split.path} is the last thing {type(model).__name__} does could not be "
-                "proved by tracing it: give wrap an example input (example=x)"
-            )
-        k, d = split.weight.shape
-        make = head if head is not None else KalmanHead
-        made = make(d, k, bias=split.bias is not None, feature_dim=split.feature_dim)
-        made.set_weight(split.weight, split.bias)
+        backbone, made = take_head(model, example, KalmanHead if head is None else head)
         defaults = {"scale_x": False, "targets_in_units": True}
-        return cls(split.backbone, made, optimizer, **{**defaults, **options})
+        return cls(backbone, made, optimizer, **{**defaults, **options})
 
     def unwrap(self) -> nn.Module:
         """Give back the plain model of a learner that `wrap` made: a copy, last layer filled in.
+
+        It is the averaged model if the learner averages.
 
         Raises
         ------
@@ -262,14 +268,16 @@ class OnlineLearner(nn.Module):
         """
         if self.scaling.inputs or self.skip:
             raise ConfigError("unwrap needs a learner with scale_x and skip off: wrap it so")
-        weight = self.head.weight.detach()
+        weight, backbone = self.head.weight.detach(), self.backbone
+        if self.average is not None:
+            weight, backbone = self.average.weight, self.average.backbone
         if self.scaling.y is not None:
             scale, shift = self.scaling.y.scale, self.scaling.y.shift
             weight = rescaled_weight(weight, scale, shift, self.head.has_bias)
         weight = weight.to(self.dtype)
         if not self.head.has_bias:
-            return merge_head(self.backbone, weight, None)
-        return merge_head(self.backbone, weight[:, 1:], weight[:, 0])
+            return merge_head(backbone, weight, None)
+        return merge_head(backbone, weight[:, 1:], weight[:, 0])
 
     def train(self, mode: bool = True) -> OnlineLearner:
         """Stay in evaluation mode: predictions are made in it, and `learn` chooses its own."""
@@ -282,10 +290,12 @@ class OnlineLearner(nn.Module):
         if self.optimizer is not None:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.scaling.to(self.device)
+        if self.average is not None:
+            self.average.moved(fn)
         return self
 
     def get_extra_state(self) -> State:
-        """What `state_dict` adds to the parameters, so that it holds all that was learnt."""
+        """What `state_dict` adds to the parameters to hold all that was learnt."""
         return {key: value for key, value in self.state().items() if key != "backbone"}
 
     def set_extra_state(self, state: State) -> None:
@@ -302,6 +312,7 @@ class OnlineLearner(nn.Module):
             "head": self.head.state(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scaling": self.scaling.state(),
+            "average": None if self.average is None else self.average.state(),
             "mode_matters": self.mode_matters,
             "batches": self.batches,
         }
@@ -336,7 +347,11 @@ class OnlineLearner(nn.Module):
             if any(old.keys() != new.keys() for old, new in zip(saved, mine, strict=True)):
                 raise ValueError("it was trained by another kind of optimizer")
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if (state["average"] is None) != (self.average is None):
+            raise ValueError("only one of the two averages")
         self.head.load_state(state["head"])
+        if self.average is not None:
+            self.average.load_state(state["average"])
         self.scaling.load_state(state["scaling"], self.device)
         self.mode_matters, self.batches = state["mode_matters"], state["batches"]
 
@@ -347,12 +362,15 @@ class OnlineLearner(nn.Module):
         """
         head, batches, mode = self.head.state(), self.batches, self.mode_matters
         scaling = self.scaling.state()
+        average = None if self.average is None else dict(vars(self.average))
         buffers = [] if mode is False else [(b, b.clone()) for b in self.backbone.buffers()]
 
         def undo() -> None:
             self.head.load_state(head)
             self.batches, self.mode_matters = batches, mode
             self.scaling.load_state(scaling, self.device)
+            if average is not None:
+                vars(self.average).update(average)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -383,23 +401,7 @@ class OnlineLearner(nn.Module):
         loss = squared_loss(self.head.for_gradient(batch.phi), batch.y, batch.weight)
         if loss is None or not loss.requires_grad:  # no target, or all parameters frozen since
             return
-        if not math.isfinite(loss.detach()):
-            raise NumericalError(
-                "the backbone's loss is not finite: its weights have diverged; lower the learning "
-                "rate or clip the gradient"
-            )
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in self.trained if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not math.isfinite(norm):
-            raise NumericalError(
-                "the backbone's gradient is not finite: look for values of an extreme size in "
-                "this batch; nothing was learnt from it"
-            )
-        if self.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
-        self.optimizer.step()
+        descend(self.optimizer, loss, self.trained, self.clip)
 
     def _pass(self, x: Tensor, y: Tensor, weight: Tensor | None) -> _Pass:
         """Scale a batch and take it through the backbone in training mode, with gradients."""
@@ -409,16 +411,8 @@ class OnlineLearner(nn.Module):
             self.mode_matters = acts_by_mode(self.backbone, scaled_x)
         if not self.mode_matters:
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
-        self.backbone.train()
-        if x.shape[0] == 1 and x.dim() == 2:
-            # A single row, as the last batch of an epoch may be, has no variance to normalise by.
-            for module in self.backbone.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.eval()
-        try:
+        with training_mode(self.backbone, single=x.shape[0] == 1 and x.dim() == 2):
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
-        finally:
-            self.backbone.eval()
 
     def _scaled_x(self, x: Tensor) -> Tensor:
         """Inputs as the backbone wants them."""
@@ -435,9 +429,17 @@ class OnlineLearner(nn.Module):
             )
         return self.scaling.scale_inputs(x).to(self.dtype)
 
-    def _features(self, scaled_x: Tensor) -> Tensor:
+    def _forecast(self, scaled_x: Tensor, phi: Tensor) -> Forecast:
+        """Predictions where the newest backbone's features are known."""
+        newest = self.head(phi)
+        if self.average is None:
+            return Forecast(newest, newest, newest)
+        average = self.average(self._features(scaled_x, self.average.backbone))
+        return Forecast(newest, average, self.average.mix(newest, average))
+
+    def _features(self, scaled_x: Tensor, backbone: nn.Module | None = None) -> Tensor:
         """Features of the head: the scaled inputs, if asked for, and the backbone's."""
-        phi = run_backbone(self.backbone, scaled_x)
+        phi = run_backbone(self.backbone if backbone is None else backbone, scaled_x)
         if not self.skip:
             return check_width(phi, self.head)
         if phi.dim() != scaled_x.dim() or phi.shape[2:] != scaled_x.shape[2:]:

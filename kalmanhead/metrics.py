@@ -19,12 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kalmanhead.errors import CheckpointError, ConfigError
+from kalmanhead.noise import Predictive
 
 Array = NDArray[np.float64]
 
 # The window is kept as about this many blocks of rows, so that its memory does not depend on
 # the batch size; `recent` then covers window_rows and at most a block (or a batch) more.
 _BLOCKS = 20
+# Probability of the interval whose coverage is measured, and how many of the batches that it was
+# measured on a summary covers.
+LEVEL = 0.9
+CALIBRATION_BATCHES = 32
 
 # Rows of the table of a tally, one column per output.
 _COUNT, _MEAN, _SST, _SSE, _SAE = range(5)
@@ -128,6 +133,23 @@ class Metrics:
         self._window: deque[_Tally] = deque()
         self._window_total = 0
         self._newest: _Tally | None = None
+        self._calibration: deque[tuple[float, float, float]] = deque(maxlen=CALIBRATION_BATCHES)
+        self._foreseen: dict[str, Any] = {}  # of the batch that `update` gets next
+        self._newest_foreseen: dict[str, Any] = {}
+
+    def foresee(self, predictive: Predictive, target: Tensor) -> None:
+        """Hold a batch's targets against its predictive distribution, which costs a pass.
+
+        To be called before `update` with the same batch (or a part of it), for as many batches
+        as can be afforded. Shapes and missing targets are those of `update`.
+        """
+        if target.numel() == 0:
+            return
+        truth = _as_array(target)
+        counts = _held(predictive, truth)
+        self._calibration.append(counts)
+        believed = _believed(predictive, truth, self.field)
+        self._foreseen = {**_coverage([counts]), "believed": believed}
 
     def update(
         self,
@@ -147,6 +169,7 @@ class Metrics:
                 "must have the same shape, rows first"
             )
         self._newest = None
+        self._newest_foreseen, self._foreseen = self._foreseen, {}
         if target.numel() == 0:
             return
         batch = _tally(_as_array(prediction), _as_array(target), self.field)
@@ -166,8 +189,12 @@ class Metrics:
         if self._open.rows * _BLOCKS >= self.window_rows:
             self._close_block()
 
-    def newest(self) -> dict[str, float | None]:
+    def newest(self) -> dict[str, Any]:
         """Errors of the newest batch alone: ``rmse`` and ``mae``, for fields ``relative_l2``.
+
+        Where `foresee` was asked about that batch, also ``coverage``, the share of its targets
+        inside the 90 % interval, ``interval``, the mean half width in units of the target, and
+        ``believed``, the errors that the predicted variances amount to, under the errors' names.
 
         Much cheaper than `summary`, so that it can be written down for every batch. Not part of
         the saved state.
@@ -182,7 +209,7 @@ class Metrics:
         if self.field:
             sums = np.zeros(5) if batch is None else batch.field
             errors["relative_l2"] = _finite(_ratio(sums[_RATIOS], sums[_PAIRS]))
-        return errors
+        return {**errors, **self._newest_foreseen}
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON; None where a metric is undefined.
@@ -191,7 +218,9 @@ class Metrics:
         -------
         dict
             ``rows``, ``prequential`` and ``recent`` (each with the metrics of the table above),
-            ``missing_targets`` (entries) and ``zero_targets`` (fields: samples x channels).
+            ``missing_targets`` (entries), ``zero_targets`` (fields: samples x channels) and
+            ``calibration``: ``level``, ``coverage`` and ``interval`` (see `newest`) over the last
+            ``batches`` that `foresee` was asked about, None where it never was.
         """
         opened = [self._open] if self._open is not None and self._open.rows else []
         everything = ([self._closed] if self._closed is not None else []) + opened
@@ -202,6 +231,7 @@ class Metrics:
             "recent": self._measures(last),
             "missing_targets": sum(tally.missing for tally in everything),
             "zero_targets": int(sum(tally.field[_ZEROS] for tally in everything)),
+            "calibration": self._calibration_summary(),
         }
 
     def state(self) -> dict[str, Any]:
@@ -212,6 +242,7 @@ class Metrics:
             "closed": None if self._closed is None else self._closed.state(),
             "open": None if self._open is None else self._open.state(),
             "window": [tally.state() for tally in self._window],
+            "calibration": [list(counts) for counts in self._calibration],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -234,12 +265,15 @@ class Metrics:
                 for key in ("closed", "open")
             )
             window = deque(_Tally.from_state(tally) for tally in state["window"])
+            # Runs from before it was measured have none.
+            counts = [(float(n), float(m), float(s)) for n, m, s in state.get("calibration", [])]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the saved metrics cannot be read ({error!r}); start a new run"
             ) from error
         self._closed, self._open, self._window = closed, opened, window
         self._window_total = sum(tally.rows for tally in window)
+        self._calibration = deque(counts, maxlen=CALIBRATION_BATCHES)
 
     def _close_block(self) -> None:
         assert self._open is not None
@@ -251,6 +285,12 @@ class Metrics:
         while self._window_total - self._window[0].rows >= self.window_rows:
             self._window_total -= self._window.popleft().rows
         self._open = _Tally.empty(block.table.shape[1])
+
+    def _calibration_summary(self) -> dict[str, Any] | None:
+        if not self._calibration:
+            return None
+        covered = _coverage(list(self._calibration))
+        return {"level": LEVEL, **covered, "batches": len(self._calibration)}
 
     def _measures(self, tallies: list[_Tally]) -> dict[str, float | None]:
         table, field = _pool(tallies)
@@ -317,6 +357,36 @@ def _field_sums(
     sums[_ERROR_NORMS] = error_norms.sum()
     sums[_TARGET_NORMS] = norms.sum()
     sums[_ZEROS] = seen - sums[_PAIRS]
+
+
+def _held(predictive: Predictive, target: Array) -> tuple[float, float, float]:
+    """Entries that have a target, those of them in the interval, and the sum of half widths."""
+    low, high = (_as_array(end) for end in predictive.interval(LEVEL))
+    present = np.isfinite(target)
+    held = present & (low <= target) & (target <= high)
+    half_widths = float(((high - low) / 2)[present].sum())
+    return float(np.count_nonzero(present)), float(np.count_nonzero(held)), half_widths
+
+
+def _coverage(counts: list[tuple[float, float, float]]) -> dict[str, float | None]:
+    targets, held, half_widths = (sum(column) for column in zip(*counts, strict=True))
+    return {
+        "coverage": _finite(_ratio(held, targets)),
+        "interval": _finite(_ratio(half_widths, targets)),
+    }
+
+
+def _believed(predictive: Predictive, target: Array, field: bool) -> dict[str, float | None]:
+    """The errors that the predicted variances amount to, over the entries that have a target."""
+    present = np.isfinite(target)
+    squared = np.where(present, _as_array(predictive.variance), 0.0)
+    count = float(np.count_nonzero(present))
+    believed = {"rmse": _finite(_ratio(float(squared.sum()), count) ** 0.5)}
+    if field:
+        sums = np.zeros(5)
+        _field_sums(sums, squared, np.where(present, target, 0.0), present)
+        believed["relative_l2"] = _finite(_ratio(sums[_RATIOS], sums[_PAIRS]))
+    return believed
 
 
 def _pool(tallies: list[_Tally]) -> tuple[Array, Array]:

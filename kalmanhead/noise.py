@@ -7,10 +7,14 @@ inverse-gamma), so that predictions follow a Student t with 2 a_j degrees of fre
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import torch
-from scipy.special import stdtrit
+from numpy.typing import NDArray
+from scipy.special import gammaln, stdtrit
 from torch import Tensor
 
 from kalmanhead.errors import ConfigError
@@ -38,6 +42,19 @@ class Noise:
     def variance(self) -> Tensor:
         """Scale b / a of the predictive Student t, (..., k)."""
         return self.rate / self.shape
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> Noise:
+        """The same elsewhere, in the same dtype."""
+        return Noise(fn(self.shape).to(self.shape.dtype), fn(self.rate).to(self.rate.dtype))
+
+    def state(self) -> dict[str, Tensor]:
+        """What must be kept to go on exactly."""
+        return {"shape": self.shape, "rate": self.rate}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor], like: Tensor) -> Noise:
+        """Noise from what `state` returned, on the device and in the dtype of `like`."""
+        return cls(state["shape"].to(like).clone(), state["rate"].to(like).clone())
 
 
 def update_noise(
@@ -81,6 +98,34 @@ def log_evidence(noise: Noise, update: Update, rows: Tensor) -> Tensor:
         - (a + half) * torch.log1p(update.quadratic / (2 * b))
     )
     return density.sum(-1)
+
+
+def matching_student_t(root: Tensor, absolute: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and degrees of freedom of the Student t with these means of |e|^(1/2) and |e|.
+
+    Such low moments tell the weight of the tails from few rows, and an outlier hardly moves
+    them, where a kurtosis would tell of little else.
+    """
+    nu, ratio, mean = _low_moments()
+    peakedness = (root.square() / absolute.clamp_min(1e-300)).detach().cpu().numpy()
+    log_nu = np.interp(peakedness, ratio, np.log(nu))
+    scale = absolute / torch.as_tensor(np.exp(np.interp(log_nu, np.log(nu), np.log(mean)))).to(root)
+    return scale, torch.as_tensor(np.exp(log_nu)).to(root)
+
+
+@cache
+def _low_moments() -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Degrees of freedom of a standard Student t; E[|t|^(1/2)]^2 / E|t|, which rises; E|t|.
+
+    E|t|^p = nu^(p/2) Gamma((p + 1) / 2) Gamma((nu - p) / 2) / (sqrt(pi) Gamma(nu / 2)).
+    """
+    nu = np.concatenate([np.linspace(1.2, 10, 200), np.logspace(1.01, 4, 200)])
+
+    def log_moment(p: float) -> NDArray[np.float64]:
+        value = p / 2 * np.log(nu) + gammaln((p + 1) / 2) + gammaln((nu - p) / 2)
+        return np.asarray(value - gammaln(nu / 2) - np.log(np.pi) / 2)
+
+    return nu, np.exp(2 * log_moment(0.5) - log_moment(1.0)), np.exp(log_moment(1.0))
 
 
 @dataclass(frozen=True)

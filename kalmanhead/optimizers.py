@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError, kind_and_line
+from kalmanhead.errors import ConfigError, NumericalError, kind_and_line
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,3 +40,35 @@ def make_optimizer(make: OptimizerFactory, trained: list[nn.Parameter]) -> torch
         return make(trained)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the optimizer cannot be made: {kind_and_line(error)}") from error
+
+
+def descend(
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    parameters: list[nn.Parameter],
+    clip: float | None,
+) -> None:
+    """One step down the gradient of a loss; nothing moves where it is not finite.
+
+    Raises
+    ------
+    NumericalError
+        The loss or its gradient is not finite.
+    """
+    if not math.isfinite(loss.detach()):
+        raise NumericalError(
+            "the backbone's loss is not finite: its weights have diverged; lower the learning "
+            "rate or clip the gradient"
+        )
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if not math.isfinite(norm):
+        raise NumericalError(
+            "the backbone's gradient is not finite: look for values of an extreme size in this "
+            "batch; nothing was learnt from it"
+        )
+    if clip is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    optimizer.step()

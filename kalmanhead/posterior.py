@@ -63,7 +63,7 @@ class Posterior:
     def variance_of(self, phi: Tensor) -> Tensor:
         """Quadratic form phi' P phi of each row, (n, d) -> (..., n), in units of the noise."""
         if self.form == "diagonal":
-            return (phi.square() * self.spread[..., None, :]).sum(-1)
+            return self.spread @ phi.square().mT
         if self.form == "root":
             return (phi @ self.spread).square().sum(-1)
         # Rounding can leave a tiny negative number where P is almost singular along phi.
@@ -78,22 +78,32 @@ class Update:
     ----------
     posterior:
         The belief after the rows.
-    quadratic:
-        innovation' S^-1 innovation for each output, (..., k), where S = R + Phi P- Phi' is the
-        covariance of the innovation in units of the noise variance.
-    log_determinant:
-        log det of R^-1/2 S R^-1/2, (...).
     innovation:
         R^-1/2 (Y - Phi W-'), what the rows brought that was not foreseen, (..., n, k).
     leverage:
         Diagonal of R^-1/2 Phi P- Phi' R^-1/2, (..., n): how unsure W was along each row.
+    whitened:
+        The innovation in independent parts of unit variance, (..., m, k).
+    factor:
+        Triangular factor whose squared diagonal multiplies up to det R^-1/2 S R^-1/2, where
+        S = R + Phi P- Phi' is the covariance of the innovation in units of the noise variance.
     """
 
     posterior: Posterior
-    quadratic: Tensor
-    log_determinant: Tensor
     innovation: Tensor
     leverage: Tensor
+    whitened: Tensor
+    factor: Tensor
+
+    @property
+    def quadratic(self) -> Tensor:
+        """The form innovation' S^-1 innovation of each output, (..., k)."""
+        return self.whitened.square().sum(-2)
+
+    @property
+    def log_determinant(self) -> Tensor:
+        """Log det of R^-1/2 S R^-1/2, (...)."""
+        return log_determinant(self.factor)
 
 
 def condition(
@@ -149,8 +159,8 @@ def condition(
         root_weight = weight.sqrt()[:, None]
         phi, innovation = phi * root_weight, innovation * root_weight
     if phi.shape[0] == 0:
-        zeros = innovation.new_zeros((*prior.mean.shape[:-1],))
-        return Update(prior, zeros, zeros[..., 0], innovation, innovation[..., 0])
+        nothing = innovation.new_zeros((*innovation.shape[:-2], 0, 0))
+        return Update(prior, innovation, innovation[..., 0], innovation, nothing)
     if prior.form == "root" or prior.mean.dtype == torch.float32:
         return _condition_qr(prior, phi, innovation, keep_covariance)
     if method == "auto":
@@ -194,6 +204,33 @@ def _columns(places: Tensor, like: Tensor, values: Tensor) -> Tensor:
     return columns
 
 
+def reexpressed(posterior: Posterior, ratio: Tensor, offset: Tensor) -> Posterior:
+    """The same belief about features of which the p behind the constant have changed units.
+
+    Parameters
+    ----------
+    posterior:
+        The belief; a `diagonal` spread is a prior, meant for features as they are, and stays.
+    ratio, offset:
+        Features were `ratio * new + offset`, (p,): the old are A times the new, so that the mean
+        becomes W A and the covariance A' P A.
+    """
+    mean, spread, form = posterior.mean, posterior.spread, posterior.form
+    mean = change_rows(mean.mT, ratio, offset).mT
+    if form != "diagonal":
+        spread = change_rows(spread, ratio, offset)
+    if form == "dense":
+        spread = symmetrise(change_rows(spread.mT, ratio, offset))
+    return Posterior(mean, spread, form)
+
+
+def change_rows(matrix: Tensor, ratio: Tensor, offset: Tensor) -> Tensor:
+    """Rows of A' M for the A of `reexpressed`, of M (..., d, m)."""
+    ratio, offset, p = ratio.to(matrix), offset.to(matrix), ratio.shape[0]
+    constant, moved, rest = matrix[..., :1, :], matrix[..., 1 : p + 1, :], matrix[..., p + 1 :, :]
+    return torch.cat([constant + offset[None] @ moved, ratio[:, None] * moved, rest], -2)
+
+
 def cheaper_method(n: int, d: int, form: Form, keep_covariance: bool) -> Method:
     """Route with the fewer multiplications for n rows and d features.
 
@@ -215,27 +252,22 @@ def _condition_dual(
     prior: Posterior, phi: Tensor, innovation: Tensor, keep_covariance: bool
 ) -> Update:
     """S = I + Phi P- Phi', gain = P- Phi' S^-1, P = P- - gain S gain'; phi is already weighted."""
-    if prior.form == "diagonal":
-        cross = prior.spread[..., :, None] * phi.mT
-    else:
-        cross = prior.spread @ phi.mT
+    crossed = phi * prior.spread[..., None, :] if prior.form == "diagonal" else phi @ prior.spread
+    projected = crossed @ phi.mT
+    leverage = projected.diagonal(dim1=-2, dim2=-1).clamp_min(0)
     identity = torch.eye(phi.shape[0], dtype=phi.dtype, device=phi.device)
-    projected = symmetrise(phi @ cross)
     factor = safe_cholesky(projected + identity, "the innovation covariance S")
-    whitened = solve_lower(factor, innovation)
-    half_gain = solve_lower(factor, cross.mT)
-    mean = prior.mean + whitened.mT @ half_gain
-    posterior = Posterior(mean, prior.spread, prior.form)
-    if keep_covariance:
-        covariance = prior.covariance - half_gain.mT @ half_gain
-        posterior = Posterior(mean, symmetrise(covariance))
-    return Update(
-        posterior,
-        whitened.square().sum(-2),
-        log_determinant(factor),
-        innovation,
-        projected.diagonal(dim1=-2, dim2=-1),
-    )
+    if not keep_covariance:
+        whitened = solve_lower(factor, innovation)
+        step = torch.linalg.solve_triangular(factor.mT, whitened, upper=True)
+        posterior = Posterior(prior.mean + step.mT @ crossed, prior.spread, prior.form)
+        return Update(posterior, innovation, leverage, whitened, factor)
+    k = innovation.shape[-1]
+    solved = solve_lower(factor, torch.cat([innovation, crossed], -1))
+    whitened, half_gain = solved[..., :k], solved[..., k:]
+    covariance = prior.covariance - half_gain.mT @ half_gain
+    posterior = Posterior(prior.mean + whitened.mT @ half_gain, symmetrise(covariance))
+    return Update(posterior, innovation, leverage, whitened, factor)
 
 
 def _condition_primal(
@@ -246,20 +278,28 @@ def _condition_primal(
     Written in the whitened variable, so that a prior with zero variances needs no inverse.
     """
     if prior.form == "diagonal":
-        root = torch.diag_embed(prior.spread.sqrt())
-        whitened_phi = phi * prior.spread.sqrt()[..., None, :]
+        # One Gram serves all heads of a bank.
+        deviation = prior.spread.sqrt()
+        root = torch.diag_embed(deviation)
+        gram = (phi.mT @ phi) * deviation[..., :, None] * deviation[..., None, :]
+        right = deviation[..., None] * (phi.mT @ innovation)
+        leverage = prior.variance_of(phi)
     else:
         root = covariance_root(prior.spread)
         whitened_phi = phi @ root
+        gram = symmetrise(whitened_phi.mT @ whitened_phi)
+        right = whitened_phi.mT @ innovation
+        leverage = whitened_phi.square().sum(-1)
     identity = torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
-    gram = symmetrise(whitened_phi.mT @ whitened_phi) + identity
-    factor = safe_cholesky(gram, "the normal matrix I + F' Phi' Phi F")
-    step = cholesky_solve(factor, whitened_phi.mT @ innovation)
-    posterior = Posterior(prior.mean + (root @ step).mT, prior.spread, prior.form)
+    factor = safe_cholesky(gram + identity, "the normal matrix I + F' Phi' Phi F")
+    step = cholesky_solve(factor, right)
+    change = root @ step
+    posterior = Posterior(prior.mean + change.mT, prior.spread, prior.form)
     if keep_covariance:
         new_root = solve_lower(factor, root.mT)
         posterior = Posterior(posterior.mean, symmetrise(new_root.mT @ new_root))
-    return _update(posterior, whitened_phi, innovation, step, factor)
+    whitened = torch.cat([innovation - phi @ change, step], -2)
+    return Update(posterior, innovation, leverage, whitened, factor)
 
 
 def _condition_qr(
@@ -278,18 +318,7 @@ def _condition_qr(
     if keep_covariance:
         new_root = solve_lower(r.mT, root.mT).mT
         posterior = Posterior(posterior.mean, new_root, "root")
-    return _update(posterior, whitened_phi, innovation, step, r)
-
-
-def _update(
-    posterior: Posterior, whitened_phi: Tensor, innovation: Tensor, step: Tensor, factor: Tensor
-) -> Update:
-    """Evidence of the rows; its quadratic form is residual plus step, so nothing cancels."""
-    residual = innovation - whitened_phi @ step
-    return Update(
-        posterior,
-        residual.square().sum(-2) + step.square().sum(-2),
-        log_determinant(factor),
-        innovation,
-        whitened_phi.square().sum(-1),
-    )
+    leverage = whitened_phi.square().sum(-1)
+    # The quadratic form is residual plus step, so nothing cancels.
+    whitened = torch.cat([innovation - whitened_phi @ step, step], -2)
+    return Update(posterior, innovation, leverage, whitened, r)

@@ -11,6 +11,8 @@ from kalmanhead.errors import ConfigError
 
 State = dict[str, Any]
 
+STATE = ("count", "mean", "squares", "shift", "scale")
+
 
 class RunningScaler:
     """Centres and scales channels by statistics learnt from the stream.
@@ -26,6 +28,9 @@ class RunningScaler:
         (n, channels, *grid), whose grid points all count as samples of their channel.
     center:
         Subtract the mean; without it the scale is the root mean square.
+    tolerance:
+        The scaling in use follows the statistics once some channel's is off by more than this
+        share of its deviation; 0 for at once.
     device:
         Of the statistics; values must lie there too.
 
@@ -38,9 +43,14 @@ class RunningScaler:
     """
 
     def __init__(
-        self, channels: int, *, center: bool = True, device: torch.device | None = None
+        self,
+        channels: int,
+        *,
+        center: bool = True,
+        tolerance: float = 0.0,
+        device: torch.device | None = None,
     ) -> None:
-        self.center = center
+        self.center, self.tolerance = center, tolerance
         self.count = torch.zeros(channels, dtype=torch.float64, device=device)
         self.mean = torch.zeros_like(self.count)
         self.squares = torch.zeros_like(self.count)
@@ -48,8 +58,13 @@ class RunningScaler:
         self.scale = torch.ones_like(self.count)
 
     @torch.no_grad()
-    def update(self, values: Tensor) -> None:
+    def update(self, values: Tensor) -> bool:
         """Take the rows of a batch, (n, channels, *grid), into the statistics.
+
+        Returns
+        -------
+        bool
+            Whether the scaling in use has changed.
 
         Raises
         ------
@@ -57,14 +72,14 @@ class RunningScaler:
             The values have another number of channels.
         """
         if values.shape[0] == 0:
-            return
+            return False
         if values.shape[1] != self.count.shape[0]:
             raise ConfigError(
                 f"values have {values.shape[1]} channels, the scaler {self.count.shape[0]}"
             )
         rows = values.detach().movedim(1, -1).flatten(0, -2).to(torch.float64)
         if rows.numel() == 0:
-            return
+            return False
         variance, mean = torch.var_mean(rows, 0, correction=0)
         count, squares = torch.full_like(mean, float(rows.shape[0])), variance * rows.shape[0]
         if torch.isnan(mean).any():
@@ -77,7 +92,7 @@ class RunningScaler:
         self.squares = self.squares + squares + delta.square() * self.count * share
         self.mean = self.mean + delta * share
         self.count = total
-        self._refresh()
+        return self._refresh()
 
     def __call__(self, values: Tensor) -> Tensor:
         """Scaled values, (n, channels, *grid), float64."""
@@ -95,22 +110,27 @@ class RunningScaler:
 
     def state(self) -> State:
         """What must be kept to go on exactly."""
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        return {name: getattr(self, name) for name in STATE}
 
     def load_state(self, state: State, device: torch.device | None = None) -> None:
         """Go on from what `state` returned, on this device (None: where they lie)."""
         device = self.count.device if device is None else device
-        for name in ("count", "mean", "squares"):
+        for name in STATE:
             setattr(self, name, state[name].to(device, torch.float64).clone())
-        self._refresh()
 
-    def _refresh(self) -> None:
-        """Work out shift and scale from the statistics."""
+    def _refresh(self) -> bool:
+        """Bring shift and scale up to the statistics, if they are off by too much."""
         variance = self.squares / self.count.clamp_min(1)
         if not self.center:
             variance = variance + self.mean.square()
         # A spread below the rounding of the mean itself is rounding, not signal.
         floor = (1e-12 * self.mean).square()
         varies = variance > floor
-        self.scale = torch.where(varies, variance, 1.0).sqrt()
-        self.shift = self.mean if self.center else torch.zeros_like(self.mean)
+        scale = torch.where(varies, variance, 1.0).sqrt()
+        shift = self.mean if self.center else torch.zeros_like(self.mean)
+        off = torch.maximum((scale / self.scale - 1).abs(), (shift - self.shift).abs() / scale)
+        # NaN, of statistics that have overflowed, counts as off.
+        if bool((off <= self.tolerance).all()) and self.tolerance > 0:
+            return False
+        self.shift, self.scale = shift, scale
+        return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kalmanhead.head import Head
 from kalmanhead.scaler import RunningScaler
 
 State = dict[str, Any]
@@ -17,6 +17,25 @@ State = dict[str, Any]
 LARGEST_INPUT = 30.0
 # A column whose deviation grows by more than this in one batch is another column from now on.
 LARGEST_GROWTH = 30.0
+# The scaling in use follows the statistics in steps of this share of a deviation, so that once
+# these have settled nothing needs to be re-expressed from batch to batch.
+TOLERANCE = 0.01
+
+
+class Scaled(Protocol):
+    """What was learnt in scaled units; the methods are those of `kalmanhead.head.Head`."""
+
+    def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express it for targets that are now `ratio * y + offset`."""
+        ...
+
+    def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
+        """Re-express it for leading features that were `ratio * new + offset`."""
+        ...
+
+    def forget_inputs(self, lost: Tensor) -> None:
+        """Put leading features back to the prior, where `lost` says so."""
+        ...
 
 
 class Scaling:
@@ -40,9 +59,9 @@ class Scaling:
     def begin(self, x: Tensor, y: Tensor) -> None:
         """Make room for the channels of the first batch."""
         if self.inputs:
-            self.x = RunningScaler(x.shape[1], device=x.device)
+            self.x = _scaler(x.shape[1], True, x.device)
         if self.targets:
-            self.y = RunningScaler(y.shape[1], center=self.center, device=y.device)
+            self.y = _scaler(y.shape[1], self.center, y.device)
 
     def scale_inputs(self, x: Tensor) -> Tensor:
         """Inputs in standardised units, held within 30 deviations.
@@ -66,35 +85,39 @@ class Scaling:
             scale if self.y is None else scale * self.y.scale.view((-1,) + (1,) * (scale.dim() - 2))
         )
 
-    def follow(self, x: Tensor, y: Tensor, head: Head, *, skip: bool, express: bool) -> None:
-        """Take a batch into the statistics and re-express in them what the head has learnt.
+    def follow(
+        self, x: Tensor, y: Tensor, parts: Sequence[Scaled], *, skip: bool, express: bool
+    ) -> None:
+        """Take a batch into the statistics and re-express in them what has been learnt.
 
         Parameters
         ----------
         x, y:
             The batch, in its own units.
-        head:
-            Its leading features are the scaled inputs if `skip`.
+        parts:
+            What was learnt; its leading features are the scaled inputs if `skip`.
         express:
             False at the start, when nothing has been learnt: the head's initial weights are
             meant in the scales that come, not in those that are left.
         """
         if self.x is not None:
             shift, scale = self.x.shift, self.x.scale
-            self.x.update(x)
-            if skip and self.center and express:
+            if self.x.update(x) and skip and self.center and express:
                 ratio, offset = self.x.scale / scale, (self.x.shift - shift) / scale
                 lost = ratio > LARGEST_GROWTH
                 if lost.any():
                     # What was learnt on its old scale says nothing about the new one.
-                    head.forget_inputs(lost)
+                    for part in parts:
+                        part.forget_inputs(lost)
                     ratio, offset = torch.where(lost, 1.0, ratio), torch.where(lost, 0.0, offset)
-                head.rescale_inputs(ratio, offset)
+                for part in parts:
+                    part.rescale_inputs(ratio, offset)
         if self.y is not None:
             shift, scale = self.y.shift, self.y.scale
-            self.y.update(y)
-            if express:
-                head.rescale_targets(scale / self.y.scale, (shift - self.y.shift) / self.y.scale)
+            if self.y.update(y) and express:
+                ratio, offset = scale / self.y.scale, (shift - self.y.shift) / self.y.scale
+                for part in parts:
+                    part.rescale_targets(ratio, offset)
 
     def to(self, device: torch.device) -> None:
         """Move the statistics to a device."""
@@ -115,9 +138,13 @@ class Scaling:
         self.y = _restored(state["y"], self.center, device)
 
 
+def _scaler(channels: int, center: bool, device: torch.device) -> RunningScaler:
+    return RunningScaler(channels, center=center, tolerance=TOLERANCE, device=device)
+
+
 def _restored(state: State | None, center: bool, device: torch.device) -> RunningScaler | None:
     if state is None:
         return None
-    scaler = RunningScaler(state["count"].shape[0], center=center, device=device)
+    scaler = _scaler(state["count"].shape[0], center, device)
     scaler.load_state(state)
     return scaler

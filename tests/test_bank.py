@@ -1,14 +1,17 @@
 """The bank: one head of it is a KalmanHead, all of them are a mixture that finds the best."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import DEFAULT_GRID
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.head import KalmanHead
+from kalmanhead.tending import EXTEND_AFTER, NAP, PATIENCE
 
 LEVEL_OR_DEEP = {"level": ((0.01,), (1.0,)), "deep": ((1.0,), (0.0,))}
 
@@ -33,10 +36,9 @@ def learnt(bank, data):
     [("deep", 0.0, "static"), ("deep", 0.3, "drift"), ("proximal", 1.0, "reset")],
 )
 def test_a_bank_of_one_is_a_kalman_head(block, eta, single, lam):
-    """Features of mean square 1 in every batch, so that lambda means the same to both."""
-    data = [(phi / phi.square().mean().sqrt(), y) for phi, y in batches()]
+    """The largest feature has mean square 1 in every batch: lambda means the same to both."""
+    data = [(phi / phi.square().mean(0).max().sqrt(), y) for phi, y in batches()]
     bank = HeadBank(5, 2, grid={block: ((lam,), (eta,))}, noise_memory=500)
-    # The running mean square counts the features, not the constant.
     head = KalmanHead(5, 2, transition=single, eta=eta, prior_precision=lam, noise_memory=500)
     learnt(bank, data)
     learnt(head, data)
@@ -95,19 +97,19 @@ def test_the_units_of_the_features_do_not_matter(scale):
     torch.testing.assert_close(plain.weights, scaled.weights, rtol=1e-6, atol=1e-6)
 
 
-def test_the_gradient_sees_the_heads_that_use_the_backbone_alone():
-    bank = HeadBank(5, 2, linear_features=2, grid=LEVEL_OR_DEEP)
+def test_the_gradient_sees_the_driver_alone():
+    bank = HeadBank(5, 2, linear_features=2, grid={**LEVEL_OR_DEEP, "proximal": ((9.0,), (1.0,))})
     learnt(bank, batches(3))
     phi, _ = next(batches(1, seed=4))
     deep = bank.groups[1].posterior.mean[0]
     torch.testing.assert_close(bank.for_gradient(phi), phi @ deep[:, 1:].T + deep[:, 0])
-    assert not torch.allclose(bank.for_gradient(phi), bank(phi))
+    assert not torch.equal(bank.for_gradient(phi), bank(phi))
 
 
 def test_the_spread_holds_the_disagreement_between_heads():
     bank = learnt(HeadBank(5, 2, grid=LEVEL_OR_DEEP), batches(1))
-    bank.scores = torch.zeros_like(bank.scores)
-    bank._mix()
+    bank.standing = replace(bank.standing, scores=torch.zeros_like(bank.standing.scores))
+    bank.rescale_targets(torch.ones(2), torch.zeros(2))
     phi, _ = next(batches(1, seed=4))
     means = [g.posterior.mean[0] for g in bank.groups]
     level, deep = means[0][:, 0].expand(16, 2), phi @ means[1][:, 1:].T + means[1][:, 0]
@@ -124,7 +126,7 @@ def test_state_goes_on_exactly():
     second.load_state(copy.deepcopy(first.state()))
     learnt(second, data[4:])
     assert torch.equal(second.weight, whole.weight)
-    assert torch.equal(second.scores, whole.scores)
+    assert torch.equal(second.standing.scores, whole.standing.scores)
     for other in (HeadBank(5, 2), HeadBank(6, 2, linear_features=2), HeadBank(5, 1)):
         with pytest.raises(ConfigError, match="build the head with the options"):
             other.load_state(first.state())
@@ -210,3 +212,87 @@ def test_moving_to_another_dtype_keeps_the_state_in_float64():
 def test_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         HeadBank(5, 1, **options)
+
+
+def test_units_are_taken_from_the_start_alone():
+    """A prior that grew with the features would let them grow for ever."""
+    bank = learnt(HeadBank(5, 2), batches(70))
+    power = bank.power
+    for phi, y in batches(3, seed=9):
+        bank.update(1000 * phi, y)
+    assert bank.power == power
+    assert 0.5 < power < 2
+
+
+def test_a_block_that_does_not_matter_sleeps_and_wakes_when_it_does():
+    generator = torch.Generator().manual_seed(0)
+    bank = HeadBank(3, 1, linear_features=1)
+    level = [group.block for group in bank.groups].index("level")
+
+    def learn(batches, target):
+        for _ in range(batches):
+            phi = torch.randn(8, 3, generator=generator)
+            noise = 0.1 * torch.randn(8, 1, generator=generator)
+            bank.update(phi, target(phi) + noise)
+
+    learn(PATIENCE + 2 * NAP, lambda phi: phi[:, 1:2])
+    asleep = bank.tending.awake(bank.batches | 2)
+    assert not asleep[level]
+    assert asleep[bank.driving]
+    before = bank.groups[level].posterior.mean.clone()
+    learned = bank.batches
+    while bank.batches % NAP > 1 or bank.batches == learned:
+        at = bank.batches
+        learn(1, lambda phi: phi[:, 1:2])
+        moved = not torch.equal(bank.groups[level].posterior.mean, before)
+        assert moved == (at % NAP <= 1)
+        before = bank.groups[level].posterior.mean.clone()
+    learn(4 * NAP, lambda phi: torch.full((8, 1), 5.0))
+    assert bank.tending.awake(2)[level]
+
+
+def test_the_grid_goes_on_beyond_its_edge():
+    """Features of no use at all: the larger lambda, the better."""
+    grid = {"proximal": ((1.0, 0.1, 10.0), (1.0,))}
+    bank = HeadBank(8, 1, grid=grid)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4 * EXTEND_AFTER):
+        bank.update(
+            torch.randn(16, 8, generator=generator), torch.randn(16, 1, generator=generator)
+        )
+    lam = bank.groups[0].lam
+    assert lam[0] == 1, "the driver stays"
+    assert sorted(lam.tolist())[1:] != [1.0, 10.0]
+    assert lam.max() >= 100
+    other = HeadBank(8, 1, grid=grid)
+    other.load_state(copy.deepcopy(bank.state()))
+    assert torch.equal(other.groups[0].lam, lam)
+    assert torch.equal(other.weight, bank.weight)
+
+
+def test_the_best_head_alone_can_predict():
+    bank = learnt(HeadBank(5, 2, mixing="best"), batches(30))
+    means = torch.cat([nn.functional.pad(g.posterior.mean, (0, 6 - g.width)) for g in bank.groups])
+    for output in range(2):
+        leader = int(bank.weights[:, output].argmax())
+        assert torch.equal(bank.weight[output], means[leader, output])
+
+
+def test_what_was_shared_out_has_no_say():
+    """Heads that are far off keep a door open, but move neither the mean nor the spread."""
+    bank = learnt(HeadBank(5, 1, linear_features=2), batches(60, k=1))
+    phi, _ = next(batches(1, k=1, seed=7))
+    assert bank.weights.min() > 1e-4
+    assert bank.predict_dist(phi).scale.max() < 0.12
+
+
+def test_effective_lambda_and_memory():
+    grid = {"deep": ((1.0, 100.0), (0.1,))}
+    bank = HeadBank(3, 1, grid=grid, share=0.0)
+    assert bank.effective_precision == pytest.approx(10)
+    assert bank.effective_memory == 0
+    learnt(bank, batches(40, d=3, k=1))
+    assert bank.effective_memory == pytest.approx(16 / 0.1)
+    fields = HeadBank(3, 1, grid={"deep": ((1.0,), (0.0,))}, feature_dim=1)
+    fields.update(torch.randn(4, 3, 10), torch.randn(4, 1, 10))
+    assert fields.effective_memory == 4

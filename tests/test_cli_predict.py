@@ -121,6 +121,107 @@ def test_a_field_is_predicted_on_a_finer_grid(tmp_path):
     )
 
 
+@pytest.fixture
+def figures(monkeypatch):
+    """Pictures as they are written."""
+    from kalmanhead.cli import predicting
+
+    real, drawn = predicting.write, []
+
+    def write(figure, path):
+        drawn.append(figure)
+        real(figure, path)
+
+    monkeypatch.setattr(predicting, "write", write)
+    return drawn
+
+
+def drawn_lines(figure):
+    return {line.get_label(): line for line in figure.axes[0].lines}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_picture_of_the_last_rows(folder, tmp_path, figures, known, monkeypatch):
+    from kalmanhead.learner import OnlineLearner
+
+    calls, real = [], OnlineLearner.predict_dist
+
+    def counted(self, x):
+        calls.append(len(x))
+        return real(self, x)
+
+    monkeypatch.setattr(OnlineLearner, "predict_dist", counted)
+    new, _, y = table(620, ["a", "b", "c", "y"] if known else ["a", "b", "c"])
+    pq.write_table(new, tmp_path / "new.parquet")
+    result = ok("predict", folder / "run", "--source", tmp_path / "new.parquet", "--out",
+                tmp_path / "p.parquet", "--plot", tmp_path / "p.png", "--level", 0.8)  # fmt: skip
+    assert calls == [256, 256, 108]  # what was written is what is drawn
+    assert f"picture: {tmp_path / 'p.png'}" in result.out
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    written = pq.read_table(tmp_path / "p.parquet").slice(120)
+    lines = drawn_lines(figures[0])
+    assert set(lines) == ({"prediction", "truth"} if known else {"prediction"})
+    assert list(lines["prediction"].get_xdata()) == list(range(120, 620))
+    np.testing.assert_array_equal(lines["prediction"].get_ydata(), written["y"])
+    if known:
+        np.testing.assert_array_equal(lines["truth"].get_ydata(), y[120:, 0])
+    (band,) = figures[0].axes[0].collections
+    assert band.get_label() == "80% interval"
+    outline = band.get_paths()[0].vertices
+    for end in ("y_low", "y_high"):
+        assert set(written[end].to_pylist()) <= set(outline[:, 1])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("grid", [(16,), (8, 6)])
+def test_a_picture_of_the_last_field(tmp_path, figures, grid, known):
+    x = np.random.default_rng(0).normal(size=(30, *grid))
+    y = np.stack([np.roll(x, 2, -1), 9 + x], 1)  # two channels, of which the first is drawn
+    dims = ["--dims", len(grid), "--quiet"]
+    train = zarr_of(tmp_path / "train.zarr", x=x[:, None], y=y)
+    ok("stream", "--source", train, "--run", tmp_path / "r", "--width", 4, "--modes", 3, *dims)
+    new = train if known else zarr_of(tmp_path / "new.zarr", x=x[:, None])
+    ok("predict", tmp_path / "r", "--source", new, "--out", tmp_path / "p.zarr",
+       "--plot", tmp_path / "p.svg", "--batch-size", 7)  # fmt: skip
+    assert b"<svg" in (tmp_path / "p.svg").read_bytes()
+    group = zarr.open_group(tmp_path / "p.zarr", mode="r")
+    mean, low, high = (group[name][-1, 0] for name in ("y", "y_low", "y_high"))
+    expected = {"truth": y[-1, 0], "prediction": mean}
+    if not known:
+        del expected["truth"]
+    if len(grid) == 1:
+        drawn = {name: line.get_ydata() for name, line in drawn_lines(figures[0]).items()}
+        (band,) = figures[0].axes[0].collections
+        assert set(low) | set(high) <= set(band.get_paths()[0].vertices[:, 1])
+    else:
+        expected["half width of the 90% interval"] = (high - low) / 2
+        axes = [own for own in figures[0].axes if own.get_title()]
+        drawn = {own.get_title(): own.images[0].get_array() for own in axes}
+        scales = {own.images[0].get_clim() for own in axes[:-1]}
+        assert len(scales) == 1
+    assert drawn.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(drawn[name], values, rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("p.xyz", "its ending is none of"),
+        ("p", "its ending is none of"),
+        ("absent/p.png", "there is no folder"),
+        ("folder.png", "it is a folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_any_work(tmp_path, name, reason):
+    (tmp_path / "folder.png").mkdir()
+    line = refused("predict", "absent", "--source", "absent.zarr", "--out",
+                   tmp_path / "p.parquet", "--plot", tmp_path / name)  # fmt: skip
+    assert f"cannot write {tmp_path / name}: {reason}" in line
+    assert line.endswith("give a name such as curve.png\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
 def test_making_data(tmp_path):
     out = tmp_path / "b.zarr"
     command = ["make", "burgers", "--out", out, "--samples", 5, "--grid", 16, "--dtype", "float64"]

@@ -333,7 +333,11 @@ def test_a_run_succeeds_without_matplotlib(source, run, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     result = ok("stream", "--source", source, "--run", run, *FAST)
     assert "no picture: matplotlib is not installed; pip install 'kalmanhead[plot]'" in result.out
-    assert "kalmanhead[plot]" in refused("plot", run)
+    line = refused("plot", run)
+    assert "kalmanhead[plot]" in line
+    # Before any work: that the run and the source do not exist is not found out.
+    predict = ["predict", "absent", "--source", "absent.zarr", "--out", run / "p.zarr"]
+    assert refused(*predict, "--plot", "p.png") == line
 
 
 def test_the_module_of_a_run_is_imported_only_when_told(source, run, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kalmanhead.checkpoint import load, save
 from kalmanhead.errors import CheckpointError, ConfigError
 from kalmanhead.metrics import Metrics
+from kalmanhead.noise import Predictive
 
 
 def generator(seed=0):
@@ -133,6 +135,91 @@ def test_fields_with_missing_entries():
     assert summary["prequential"] == pytest.approx(dense(p, y, field=True))
 
 
+def believed(mean, scale, dof, y, field):
+    """Coverage, half width and believed errors, from all that has a target."""
+    mean, scale, dof, y = (np.asarray(v.double()) for v in (mean, scale, dof, y))
+    seen = np.isfinite(y)
+    half = scale * scipy.stats.t.ppf(0.95, dof)
+    variance = np.where(seen, scale**2 * dof / (dof - 2), 0.0)
+    expected = {
+        "coverage": (abs(y - mean) <= half)[seen].mean(),
+        "interval": np.broadcast_to(half, y.shape)[seen].mean(),
+        "believed": {"rmse": math.sqrt(variance.sum() / seen.sum())},
+    }
+    if field:
+        norms = np.linalg.norm(np.where(seen, y, 0.0), axis=2)
+        expected["believed"]["relative_l2"] = (np.sqrt(variance.sum(2)) / norms).mean()
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(60, 1), (40, 3), (30, 2, 6)], ids=str)
+def test_coverage_and_believed_errors(dtype, shape):
+    y, noise, spread = torch.randn((3, *shape), generator=generator()).to(dtype)
+    field = len(shape) > 2
+    dof = torch.linspace(3, 30, shape[1]).to(dtype).view(1, -1, *[1] * (len(shape) - 2))
+    predictive = Predictive(y + noise, spread.abs(), dof.expand(shape))
+    # Of a vector all may be missing; a field without a target has no relative error.
+    y[(3, 0, 1) if field else 3] = math.nan
+    y[(5, 1, 2) if field else (5, 0)] = math.inf
+    metrics = Metrics(field=field)
+    metrics.foresee(predictive, y)
+    metrics.update(predictive.mean, y)
+    told = metrics.newest()
+    expected = believed(predictive.mean, predictive.scale, predictive.dof, y, field)
+    assert 0.05 < told["coverage"] < 0.95
+    assert told["coverage"] == expected["coverage"]
+    assert told["interval"] == pytest.approx(expected["interval"], rel=1e-6)
+    assert told["believed"] == pytest.approx(expected["believed"], rel=1e-6)
+    calibration = metrics.summary()["calibration"]
+    assert calibration["coverage"] == told["coverage"]
+    assert calibration["batches"] == 1
+    metrics.update(predictive.mean, y)  # nobody asked about this one
+    assert not metrics.newest().keys() & {"coverage", "interval", "believed"}
+    assert metrics.summary()["calibration"] == calibration
+
+
+def test_coverage_is_of_the_last_batches_by_their_targets():
+    metrics = Metrics()
+    ones = torch.ones(4, 1)
+    for i in range(40):  # far outside, then rows inside beside missing ones
+        y = torch.full((4, 1), 99.0 if i < 30 else 0.0)
+        y[2 + i // 35 :] = math.nan
+        metrics.foresee(Predictive(0 * y.nan_to_num(), ones, 9 * ones), y)
+        metrics.update(ones, y)
+    calibration = metrics.summary()["calibration"]
+    # Of 32 batches 22 lie outside; those of 3 targets come last.
+    assert calibration["coverage"] == pytest.approx((5 * 2 + 5 * 3) / (27 * 2 + 5 * 3))
+    assert calibration["batches"] == 32
+
+
+def test_an_infinite_variance_is_believed_to_be_nothing():
+    metrics = Metrics()
+    ones = torch.ones(4, 1)
+    metrics.foresee(Predictive(ones, ones, 2 * ones), ones)
+    metrics.update(ones, ones)
+    newest = metrics.newest()
+    assert (newest["believed"], newest["coverage"]) == ({"rmse": None}, 1.0)
+    missing = torch.full((4, 1), math.nan)
+    metrics.foresee(Predictive(ones, ones, 9 * ones), missing)
+    metrics.update(ones, missing)
+    newest = metrics.newest()
+    assert (newest["believed"], newest["coverage"]) == ({"rmse": None}, None)
+    assert newest["interval"] is None
+    assert metrics.summary()["calibration"]["coverage"] == 1.0
+
+
+def test_a_state_from_before_coverage():
+    old = feed(Metrics(), torch.zeros(9, 1), torch.ones(9, 1), [4, 5]).state()
+    del old["calibration"]
+    metrics = Metrics()
+    metrics.load_state(old)
+    assert metrics.summary()["rows"] == 9
+    assert metrics.summary()["calibration"] is None
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        metrics.load_state({**old, "calibration": [[1.0, 2.0]]})
+
+
 def test_a_nan_prediction_is_not_hidden():
     metrics = Metrics()
     metrics.update(torch.tensor([[math.nan], [1.0]]), torch.tensor([[1.0], [2.0]]))
@@ -191,15 +278,22 @@ def test_a_resume_goes_on_bit_for_bit(tmp_path, cut, field):
     shape = (30, 8, 2, 3) if field else (30, 8, 2)
     y, noise = torch.randn((2, *shape), generator=generator())
     straight, first, second = (Metrics(50, field) for _ in range(3))
+    one = torch.ones(shape[1:])
+
+    def learn(metrics, i):
+        if i % 3 == 0:
+            metrics.foresee(Predictive(y[i] + noise[i], one, 5 * one), y[i])
+        metrics.update(y[i] + noise[i], y[i])
+
     for i in range(30):
-        straight.update(y[i] + noise[i], y[i])
+        learn(straight, i)
     for i in range(cut):
-        first.update(y[i] + noise[i], y[i])
+        learn(first, i)
     save(tmp_path / "m", first.state(), kind="metrics")
     second.load_state(load(tmp_path / "m"))
     for i in range(cut, 30):
-        second.update(y[i] + noise[i], y[i])
-        first.update(y[i] + noise[i], y[i])  # must not share memory with its saved state
+        learn(second, i)
+        learn(first, i)  # must not share memory with its saved state
     assert straight.summary() == second.summary() == first.summary()
     save(tmp_path / "a", straight.state(), kind="metrics")
     save(tmp_path / "b", second.state(), kind="metrics")
