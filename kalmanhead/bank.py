@@ -407,7 +407,7 @@ class HeadBank(nn.Module):
     def _mix(self, groups: tuple[Group, ...], standing: Standing) -> Tensor:
         """W of the mixture, (k, d)."""
         sizes = [len(group) for group in groups]
-        shares = torch.split(self._shares(standing), sizes)  # type: ignore[no-untyped-call]
+        shares = torch.split(self._shares(standing), sizes)
         mixture = torch.zeros(self.out_features, self.in_features + 1).to(standing.scores)
         for group, share in zip(groups, shares, strict=True):
             mixture[:, : group.width] += (share[..., None] * group.posterior.mean).sum(0)
@@ -419,7 +419,7 @@ class HeadBank(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadBank:
         """Follow a move to another device, but keep the dtype."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
 
         def moved(value: Tensor) -> Tensor:
             return fn(value).to(value.dtype)

@@ -13,14 +13,14 @@ from kalmanhead.posterior import Posterior, Update, condition
 
 Grid = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
+BLOCKS = ("level", "linear", "deep", "proximal")
 # By block: prior precisions (times the mean square of the features) and drift rates. Rate 1 is
 # `reset`, the paper's proximal head, and 0 is `static`. The first head of the first block that
 # uses all features drives the backbone.
 DEFAULT_GRID: Grid = {
     "level": ((0.01,), (1.0, 0.1, 0.01, 0.0)),
     "linear": ((0.1, 10.0), (0.01, 0.0)),
-    "deep": ((10.0,), (0.001, 0.01, 0.0)),
-    "proximal": ((10.0, 100.0, 1000.0, 10000.0), (1.0,)),
+    "deep": ((10.0, 0.1), (0.001,)),
 }
 # Fields bring thousands of rows a batch. What is remembered of them holds the head to features
 # that the backbone has left behind, so there only heads of a short memory stay stable.
@@ -144,8 +144,8 @@ def make_group(
     ConfigError
         An unknown block, or precisions and rates out of range.
     """
-    if block not in DEFAULT_GRID:
-        raise ConfigError(f"block {block!r} is unknown: choose {', '.join(DEFAULT_GRID)}")
+    if block not in BLOCKS:
+        raise ConfigError(f"block {block!r} is unknown: choose {', '.join(BLOCKS)}")
     pairs = torch.tensor(
         [(lam, eta) for lam in lams for eta in etas], dtype=torch.float64, device=device
     )
