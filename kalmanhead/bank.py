@@ -419,7 +419,7 @@ class HeadBank(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadBank:
         """Follow a move to another device, but keep the dtype."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
         def moved(value: Tensor) -> Tensor:
             return fn(value).to(value.dtype)
