@@ -38,6 +38,7 @@ class RunningScaler:
     --------
     >>> scaler = RunningScaler(1)
     >>> scaler.update(torch.tensor([[1.0], [3.0]]))
+    True
     >>> scaler(torch.tensor([[4.0]]))
     tensor([[2.]], dtype=torch.float64)
     """

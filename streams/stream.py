@@ -213,7 +213,7 @@ class Stream:
             yield replace(self._batch(group, start, Cursor(epoch, group.after)), due=due)
             start = group.after
         left = waiting.release(start)
-        if left:
+        if any(len(block) for block in left):
             x, y, weight = to_tensors(left[:1], self.spec)
             due = to_tensors(left, self.spec)
             yield Batch(x, y, weight, Cursor(epoch + 1), due=due)

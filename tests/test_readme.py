@@ -80,7 +80,46 @@ def overhead_table():
     ]
 
 
-TABLES = {"burgers": burgers_table, "zarr_reading": zarr_table, "overhead": overhead_table}
+def bank_table():
+    lines = [
+        "| error | bank | Adam | Adam, averaged | SGD | best single head | plain baseline |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result("bank")["results"]["table"]:
+        best = {family: found["value"] for family, found in row["best"].items()}
+        single = min(v for f, v in best.items() if f in ("ridge", "reset", "drift", "forget"))
+        plain = min(row.get("baselines", {"": float("nan")}).values())
+        figures = [best["auto"], best["adam"], best["adam, averaged"], best["sgd"], single, plain]
+        cells = " | ".join("" if f != f else f"{f:.3g}" for f in figures)
+        lines.append(f"| {row['stream']} | {cells} |")
+    return lines
+
+
+def honesty_table():
+    results = result("honesty")["results"]
+    rows = [f"| {row['stream']} | {row['coverage']:.1%} |" for row in results["intervals"]]
+    return ["| share of targets in the 90 % interval | |", "|---|---|", *rows]
+
+
+def bank_cost_table():
+    table = result("bank_cost")["results"]["table"]
+    rows = [
+        f"| {name} | {row['early']:.1f} | {row['settled']:.1f} |"
+        for name, row in table.items()
+        if name != "ratios"
+    ]
+    header = "| ms a step, d = 128, batch 32 | early | settled |"
+    return [header, "|---|---|---|", *rows]
+
+
+TABLES = {
+    "bank": bank_table,
+    "honesty": honesty_table,
+    "bank_cost": bank_cost_table,
+    "burgers": burgers_table,
+    "zarr_reading": zarr_table,
+    "overhead": overhead_table,
+}
 MEASURED = {name: make for name, make in TABLES.items() if (RESULTS / f"{name}.json").exists()}
 
 
