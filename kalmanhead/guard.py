@@ -42,6 +42,15 @@ def check_batch(x: Tensor, y: Tensor, weight: Tensor | None, outputs: int) -> No
         raise ConfigError(f"y has shape {tuple(y.shape)}: the head has {outputs} outputs")
 
 
+def as_inputs(x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Inputs on the device; truth values become numbers."""
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.is_complex():
+        what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x)
+        raise ConfigError(f"x is {what}: give a real tensor, (n, d_in) or (n, channels, *grid)")
+    x = x.to(device)
+    return x.to(dtype) if x.dtype == torch.bool else x
+
+
 def check_trainable(trained: list[nn.Parameter]) -> None:
     """Refuse weights whose small steps would vanish."""
     if trained and trained[0].dtype == torch.float16:

@@ -14,6 +14,7 @@ from kalmanhead.averaging import Averaging, Forecast
 from kalmanhead.errors import ConfigError, KalmanHeadError
 from kalmanhead.guard import (
     acts_by_mode,
+    as_inputs,
     check_batch,
     check_trainable,
     check_width,
@@ -142,9 +143,7 @@ class OnlineLearner(nn.Module):
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Predicted targets in their own units, (n, k) or (n, k, *grid); changes nothing."""
-        scaled_x = self._scaled_x(x)
-        forecast = self._forecast(scaled_x, self._features(scaled_x))
-        return self.scaling.unscale_targets(forecast.mixture)
+        return self.scaling.unscale_targets(self._foresee(x).mixture)
 
     @torch.no_grad()
     def predict_dist(self, x: Tensor) -> Predictive:
@@ -204,10 +203,11 @@ class OnlineLearner(nn.Module):
             self.scaling.follow(x, y, self.parts, skip=False, express=self.targets_in_units)
             self._learn(self._pass(x, y, weight))
         else:
+            # A training pass moves BatchNorm's statistics, so what it says of the batch comes late.
+            forecast = self._foresee(x) if self.mode_matters else None
             batch = self._pass(x, y, weight)
             with torch.no_grad():
-                features = self._features(batch.x) if self.mode_matters else batch.phi
-                forecast = self._forecast(batch.x, features)
+                forecast = forecast or self._forecast(batch.x, batch.phi)
                 prediction = self.scaling.unscale_targets(forecast.mixture)
             if self.average is not None:
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)
@@ -255,9 +255,7 @@ class OnlineLearner(nn.Module):
         return cls(backbone, made, optimizer, **{**defaults, **options})
 
     def unwrap(self) -> nn.Module:
-        """Give back the plain model of a learner that `wrap` made: a copy, last layer filled in.
-
-        It is the averaged model if the learner averages.
+        """Plain model of a learner that `wrap` made, averaged if it averages; a copy, head put in.
 
         Raises
         ------
@@ -416,18 +414,19 @@ class OnlineLearner(nn.Module):
 
     def _scaled_x(self, x: Tensor) -> Tensor:
         """Inputs as the backbone wants them."""
-        if not isinstance(x, Tensor) or x.dim() < 2 or x.is_complex():
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x)
-            raise ConfigError(f"x is {what}: give a real tensor, (n, d_in) or (n, channels, *grid)")
-        x = x.to(self.device)
-        if x.dtype == torch.bool:
-            x = x.to(self.dtype)
+        x = as_inputs(x, self.device, self.dtype)
         known = x.shape[1] if self.scaling.x is None else self.scaling.x.count.shape[0]
         if x.shape[1] != known:
             raise ConfigError(
                 f"x has shape {tuple(x.shape)}: {known} inputs were learnt from, give as many"
             )
         return self.scaling.scale_inputs(x).to(self.dtype)
+
+    @torch.no_grad()
+    def _foresee(self, x: Tensor) -> Forecast:
+        """Predictions for a batch, in evaluation mode."""
+        scaled_x = self._scaled_x(x)
+        return self._forecast(scaled_x, self._features(scaled_x))
 
     def _forecast(self, scaled_x: Tensor, phi: Tensor) -> Forecast:
         """Predictions where the newest backbone's features are known."""

@@ -161,6 +161,17 @@ def test_wrapped_models_give_the_averaged_one_back():
     torch.testing.assert_close(plain(x), learner.scaling.unscale_targets(ours).float())
 
 
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_batch_norm_does_not_let_a_batch_foresee_itself(average):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    )
+    learner = OnlineLearner.wrap(model, average=average)
+    for x, y in stream(5):
+        predicted = learner.predict(5 * x + 3)
+        assert torch.equal(learner.step(5 * x + 3, y), predicted)
+
+
 def test_changing_scales_changes_no_prediction():
     head = KalmanHead(5, 2)
     average = Averaging(0.9, MLP(2, width=3), head)
