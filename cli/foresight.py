@@ -12,7 +12,7 @@ from kalmanhead.learner import OnlineLearner
 # Targets of a batch that are looked at; more say little more, and the pass is not free.
 MOST_TARGETS = 2**12
 # Early on every batch is a point of the curve; so many of them are looked at.
-EVERY = 8
+EVERY = 32
 
 
 def foreseen(
