@@ -71,7 +71,12 @@ def draw_line(values: Array, first: int, level: float) -> Any:
     at = np.arange(first, first + values.shape[1])
     marker = "o" if len(at) == 1 else ""
     axes.fill_between(
-        at, values[LOW], values[HIGH], color="tab:blue", alpha=0.2, label=f"{level:.0%} interval"
+        at,
+        values[LOW],
+        values[HIGH],
+        color="tab:blue",
+        alpha=0.2,
+        label=f"{100 * level:g}% interval",
     )
     axes.plot(at, values[MEAN], color="tab:blue", marker=marker, label="prediction")
     if not np.isnan(values[TRUTH]).all():
@@ -98,6 +103,6 @@ def draw_plane(values: Array, level: float) -> Any:
         own.set_title(label, fontsize="medium")
     figure.colorbar(image, ax=list(axes[:-1]), shrink=0.8)
     spread = axes[-1].imshow(half_width, origin="lower", cmap="magma", vmin=0)
-    axes[-1].set_title(f"half width of the {level:.0%} interval", fontsize="medium")
+    axes[-1].set_title(f"half width of the {100 * level:g}% interval", fontsize="medium")
     figure.colorbar(spread, ax=axes[-1], shrink=0.8)
     return figure

@@ -76,7 +76,7 @@ def predict_rows(
 
 def report_end(out: Path, rows: int, level: float, plot: Path | None, metrics: Metrics) -> None:
     """Say what was written and, where there were targets, how well they were predicted."""
-    click.echo(f"{out}: {rows} predictions with {level:.0%} intervals")
+    click.echo(f"{out}: {rows} predictions with {100 * level:g}% intervals")
     errors = metrics.summary()["prequential"]
     if errors["rmse"] is not None:
         click.echo(", ".join(f"{name} {number(value)}" for name, value in errors.items()))

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.errors import ConfigError
+from kalmanhead.errors import ConfigError, kind_and_line
 from kalmanhead.head import Head
-from kalmanhead.layout import linear_outputs, point_weights, rescaled_weight
+from kalmanhead.layout import linear_outputs, rescaled_weight, target_weights
+from kalmanhead.linalg import row_major
 from kalmanhead.noise import Predictive, matching_student_t, noise_discount
 from kalmanhead.posterior import change_rows
 from kalmanhead.standing import Standing
@@ -60,7 +61,14 @@ class Averaging:
         if not 0 < decay < 1:
             raise ConfigError(f"average is {decay}: give a decay between 0 and 1, or None")
         self.decay = decay
-        self.backbone = copy.deepcopy(backbone).eval().requires_grad_(False)
+        try:
+            self.backbone = copy.deepcopy(backbone).eval().requires_grad_(False)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"a {type(backbone).__name__} cannot be copied to be averaged "
+                f"({kind_and_line(error)}): leave average out"
+            ) from error
+        self._hold_exact()
         self.weight = head.weight.detach().clone()
         self.has_bias, self.feature_dim = head.has_bias, head.feature_dim
         self.standing = Standing.start(2, head.out_features, head.weight.device)
@@ -99,22 +107,25 @@ class Averaging:
         forecasts = torch.stack([newest, average, self.mix(newest, average)])
         channel = self.feature_dim if self.feature_dim < 0 else self.feature_dim + 1
         errors = (y.to(torch.float64) - forecasts).movedim(channel, -1).flatten(1, -2)
-        seen = (~torch.isnan(errors[0])).to(errors)
-        weights = point_weights(weight, y, self.feature_dim)
-        if weights is not None:
-            seen = seen * (weights > 0)[:, None]
+        seen = target_weights(y, weight, self.feature_dim)
         counted = seen.sum(0)
         total = float(counted.max()) if len(seen) else 0.0
         if total == 0:
             return
         errors = torch.where(seen > 0, errors, 0.0)
-        discount = noise_discount(total, self.rows_seen, NOISE_MEMORY)
+        discount = noise_discount(counted, self.rows_seen, NOISE_MEMORY)
         self.standing = self.standing.after(
-            errors[:2], None, seen, counted, discount, samples=y.shape[0]
+            errors[:2],
+            None,
+            seen,
+            counted,
+            discount,
+            samples=float(seen.view(len(y), -1).amax(1).sum()),
+            points=len(seen) // len(y),
         )
-        discount = noise_discount(total, self.rows_seen, MIXTURE_MEMORY)
+        discount = noise_discount(counted, self.rows_seen, MIXTURE_MEMORY)
         mixed = errors[2].abs()
-        news = torch.stack([mixed.sqrt().sum(0), mixed.sum(0), counted])
+        news = torch.stack([(seen * mixed.sqrt()).sum(0), (seen * mixed).sum(0), counted])
         self.moments = discount * self.moments + news
         self.rows_seen += total
 
@@ -123,11 +134,20 @@ class Averaging:
         """Take the newest model into the average."""
         new = 1 - min(self.decay, self.batches / (10 + self.batches))
         self.weight = torch.lerp(self.weight, head.weight.detach(), new)
-        parameters = [p.detach() for p in backbone.parameters()]
-        if parameters:
-            torch._foreach_lerp_(list(self.backbone.parameters()), parameters, new)
-        for mine, value in zip(self.backbone.buffers(), backbone.buffers(), strict=True):
-            mine.copy_(value)
+        pairs = list(zip(self.backbone.parameters(), backbone.parameters(), strict=True))
+        averaged = [(own.detach(), p.detach()) for own, p in pairs if _averages(p)]
+        exact = iter(self.exact)
+        mine = [next(exact) if _is_short(own) else own for own, _ in averaged]
+        if mine:
+            theirs = [p.to(value.dtype) for value, (_, p) in zip(mine, averaged, strict=True)]
+            torch._foreach_lerp_(mine, theirs, new)
+        for value, (own, _) in zip(mine, averaged, strict=True):
+            if value is not own:
+                own.copy_(value)
+        copied = [(own, p) for own, p in pairs if not _averages(p)]
+        copied += zip(self.backbone.buffers(), backbone.buffers(), strict=True)
+        for own, value in copied:
+            own.copy_(value)
         self.batches += 1
 
     def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
@@ -139,7 +159,7 @@ class Averaging:
 
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W for leading features that were `ratio * new + offset`, both (p,)."""
-        self.weight = change_rows(self.weight.mT, ratio, offset).mT
+        self.weight = row_major(change_rows(self.weight.mT, ratio, offset).mT)
 
     def forget_inputs(self, lost: Tensor) -> None:
         """Put the weights of leading features back to 0, where `lost`, (p,), says so."""
@@ -152,11 +172,14 @@ class Averaging:
             "backbone": self.backbone.state_dict(),
             **{name: getattr(self, name) for name in ("weight", "moments", "rows_seen", "batches")},
             "standing": self.standing.state(),
+            "exact": list(self.exact),
         }
 
     def load_state(self, state: State) -> None:
         """Go on from what `state` returned."""
         self.backbone.load_state_dict(state["backbone"])
+        pairs = zip(self.exact, state["exact"], strict=True)
+        self.exact = [saved.to(own).clone() for own, saved in pairs]
         self.weight = state["weight"].to(self.weight).clone()
         self.moments = state["moments"].to(self.moments).clone()
         self.standing = self.standing.loaded(state["standing"])
@@ -165,12 +188,27 @@ class Averaging:
     def moved(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow a move to another device or dtype; what is solved keeps its dtype."""
         self.backbone._apply(fn)  # type: ignore[no-untyped-call]
+        self._hold_exact()
         self.weight = fn(self.weight).to(self.weight.dtype)
         self.standing = self.standing.moved(fn)
         self.moments = fn(self.moments).to(self.moments.dtype)
+
+    def _hold_exact(self) -> None:
+        """Parameters of 16 bits as they are averaged: rounded, small steps would be lost."""
+        self.exact = [p.detach().float() for p in self.backbone.parameters() if _is_short(p)]
 
     def _along(self, outputs: Tensor) -> list[int]:
         """Shape in which (k,) meets outputs (n, k) or (n, k, *grid)."""
         shape = [1] * outputs.dim()
         shape[self.feature_dim] = -1
         return shape
+
+
+def _averages(parameter: Tensor) -> bool:
+    """Whether a parameter is a number that can be averaged, and no index."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _is_short(parameter: Tensor) -> bool:
+    """Whether a parameter has 16 bits."""
+    return parameter.is_floating_point() and parameter.itemsize < 4

@@ -27,8 +27,8 @@ from kalmanhead.layout import (
     check_pair,
     check_sizes,
     linear_outputs,
-    point_weights,
     rescaled_weight,
+    target_weights,
 )
 from kalmanhead.noise import Noise, Predictive, noise_discount
 from kalmanhead.posterior import Posterior, forgotten, reexpressed
@@ -131,7 +131,7 @@ class HeadBank(nn.Module):
         heads = sum(len(group) for group in self.groups)
         self.standing = Standing.start(heads, out_features, device, discount=discount, share=share)
         self.power, self.rows_seen = 1.0, 0.0
-        self.samples_seen, self.batches = 0, 0
+        self.samples_seen, self.batches = 0.0, 0
         self.tending = Tending(len(self.groups), self.driving)
         self._weight = self._mix(self.groups, self.standing)
 
@@ -170,7 +170,9 @@ class HeadBank(nn.Module):
     def effective_memory(self) -> float:
         """Samples that the heads' covariances remember, weighted; at most those seen."""
         eta = torch.cat([group.eta for group in self.groups])
-        samples = (self.samples_seen / max(self.batches, 1) / eta).clamp_max(self.samples_seen)
+        if self.batches == 0:
+            return 0.0
+        samples = (self.samples_seen / self.batches / eta).clamp_max(self.samples_seen)
         return min(float(self.weights.mean(1) @ samples), float(self.samples_seen))
 
     def forward(self, phi: Tensor) -> Tensor:
@@ -191,18 +193,14 @@ class HeadBank(nn.Module):
         check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
         rows = self._rows(phi)
         targets = as_rows(y.detach(), self.feature_dim).to(rows)
-        weights = point_weights(weight, phi, self.feature_dim)
-        seen = (~torch.isnan(targets)).to(rows)
-        if weights is not None:
-            weights = weights.to(rows)
-            seen = seen * (weights > 0)[:, None]
-        counted = seen.sum(0) if weights is None else (seen * weights[:, None]).sum(0)
+        seen = target_weights(y, weight, self.feature_dim)
+        counted = seen.sum(0)
         total = float(counted.max()) if len(rows) else 0.0
         if total == 0:
             return
-        if not bool(seen.all()):
-            weights = seen.amax(1) * (1.0 if weights is None else weights)
-        power, awake = self._next_power(rows), self.tending.awake(self.batches)
+        whole = weight is None and bool(seen.all())
+        weights = None if whole else seen.amax(1)
+        power, awake = self._next_power(rows, weights), self.tending.awake(self.batches)
         prior, first = self._prior_variance(power), self.rows_seen == 0
         learnt = [
             group.condition(rows, targets, weights, prior, first) if up else (group, None)
@@ -210,13 +208,20 @@ class HeadBank(nn.Module):
         ]
         groups = tuple(group for group, _ in learnt)
         updates = [update for _, update in learnt if update is not None]
+        innovation = torch.cat([update.innovation for update in updates])
+        leverage = torch.cat([update.leverage for update in updates])
+        if weights is not None:  # a row of weight w was conditioned on as sqrt(w) times itself
+            own = torch.where(weights > 0, weights, 1.0)
+            innovation, leverage = innovation / own.sqrt()[:, None], leverage / own
+        samples = float(seen.view(len(phi), -1).amax(1).sum())
         standing = self.standing.after(
-            torch.cat([update.innovation for update in updates]),
-            torch.cat([update.leverage for update in updates]),
+            innovation,
+            leverage,
             seen,
             counted,
-            noise_discount(total, self.rows_seen, self.noise_memory),
-            phi.shape[0],
+            noise_discount(counted, self.rows_seen, self.noise_memory),
+            samples,
+            len(rows) // len(phi),
             None if all(awake) else self._heads(awake),
         )
         weight = self._mix(groups, standing)
@@ -227,7 +232,7 @@ class HeadBank(nn.Module):
             )
         self.groups, self.standing, self.power, self._weight = groups, standing, power, weight
         self.rows_seen += total
-        self.samples_seen += phi.shape[0]
+        self.samples_seen += samples
         self.batches += 1
         self.tending.follow(groups, self.weights.amax(1).tolist(), standing.share)
         self._extend()
@@ -334,18 +339,8 @@ class HeadBank(nn.Module):
                 "the saved head is a bank of other heads or shapes, or none: build the head with "
                 "the options it was saved under"
             )
-
-        def own(value: Tensor) -> Tensor:
-            return value.to(self._weight).clone()
-
-        self.groups = tuple(
-            replace(
-                group,
-                lam=own(old["lam"]),
-                posterior=Posterior(own(old["mean"]), own(old["spread"]), group.posterior.form),
-            )
-            for group, old in zip(self.groups, saved, strict=True)
-        )
+        pairs = zip(self.groups, saved, strict=True)
+        self.groups = tuple(group.loaded(old) for group, old in pairs)
         self.standing = self.standing.loaded(state["standing"])
         for name in ("power", "rows_seen", "samples_seen", "batches"):
             setattr(self, name, state[name])
@@ -360,15 +355,20 @@ class HeadBank(nn.Module):
         rows = as_rows(phi.detach(), self.feature_dim).to(torch.float64)
         return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
 
-    def _next_power(self, rows: Tensor) -> float:
-        """Mean square of the largest feature at the start, so that units do not matter.
+    def _next_power(self, rows: Tensor, weights: Tensor | None) -> float:
+        """Size of the features, so that units do not matter: the largest one's mean square.
 
-        It stays from then on: a prior that grew with the features would let them grow for ever.
+        It is averaged over the first batches and stays from then on: a prior that grew with the
+        features would let them grow for ever.
         """
         if rows.shape[1] == 1 or self.rows_seen >= SIZING_ROWS:
             return self.power
-        now = float(rows[:, 1:].square().mean(0).max())
-        power = self.power + (now - self.power) * len(rows) / (self.rows_seen + len(rows))
+        if weights is None:
+            now, count = rows[:, 1:].square().mean(0), float(len(rows))
+        else:
+            count = float(weights.sum())
+            now = weights @ rows[:, 1:].square() / count
+        power = self.power + (float(now.max()) - self.power) * count / (self.rows_seen + count)
         return power if power > 0 else 1.0
 
     def _prior_variance(self, power: float) -> Tensor:
@@ -420,23 +420,7 @@ class HeadBank(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadBank:
         """Follow a move to another device, but keep the dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-        def moved(value: Tensor) -> Tensor:
-            return fn(value).to(value.dtype)
-
         self.standing = self.standing.moved(fn)
-        self.groups = tuple(
-            replace(
-                group,
-                lam=moved(group.lam),
-                eta=moved(group.eta),
-                posterior=replace(
-                    group.posterior,
-                    mean=moved(group.posterior.mean),
-                    spread=moved(group.posterior.spread),
-                ),
-            )
-            for group in self.groups
-        )
+        self.groups = tuple(group.moved(fn) for group in self.groups)
         self._weight = self._mix(self.groups, self.standing)
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,6 +115,21 @@ class Group:
         mean, spread = self.posterior.mean, self.posterior.spread
         return {"lam": self.lam, "eta": self.eta, "mean": mean, "spread": spread}
 
+    def loaded(self, state: dict[str, Tensor]) -> Group:
+        """The same with what `state` returned; eta is no part of what is learnt."""
+        lam, mean, spread = (state[name].to(self.lam).clone() for name in ("lam", "mean", "spread"))
+        return replace(self, lam=lam, posterior=Posterior(mean, spread, self.posterior.form))
+
+    def moved(self, fn: Callable[[Tensor], Tensor]) -> Group:
+        """The same elsewhere, in the same dtype."""
+        lam, eta, mean, spread = (
+            fn(value).to(value.dtype)
+            for value in (self.lam, self.eta, self.posterior.mean, self.posterior.spread)
+        )
+        return replace(
+            self, lam=lam, eta=eta, posterior=Posterior(mean, spread, self.posterior.form)
+        )
+
     def far(self, edge: int) -> int:
         """Head at the other end of the precisions."""
         top = bool(self.lam[edge] == self.lam.max())
@@ -146,13 +161,14 @@ def make_group(
     """
     if block not in BLOCKS:
         raise ConfigError(f"block {block!r} is unknown: choose {', '.join(BLOCKS)}")
-    pairs = torch.tensor(
-        [(lam, eta) for lam in lams for eta in etas], dtype=torch.float64, device=device
-    )
-    if not len(pairs) or not ((pairs[:, 0] > 0) & (pairs[:, 1] >= 0) & (pairs[:, 1] <= 1)).all():
+    pairs = [(lam, eta) for lam in lams for eta in etas]
+    if not pairs or not all(lam > 0 and 0 <= eta <= 1 for lam, eta in pairs):
         raise ConfigError(f"grid of {block}: give precisions above 0 and rates from 0 to 1")
-    lam, eta = pairs.unbind(1)
-    mean = torch.zeros(len(pairs), outputs, width).to(pairs)
+    lam, eta = (
+        torch.tensor(column, dtype=torch.float64, device=device)
+        for column in zip(*pairs, strict=True)
+    )
+    mean = torch.zeros(len(pairs), outputs, width).to(lam)
     variance = (1 / lam)[:, None].expand(-1, width)
     if block == "proximal":
         posterior = Posterior(mean, variance.clone(), "diagonal")

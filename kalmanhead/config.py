@@ -53,7 +53,7 @@ class ModelConfig:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
     dtype:
-        Of the head's state.
+        Of a single head's state; the bank is float64.
     device:
         `auto`, `cpu`, `cuda` or `mps`.
     seed:
@@ -233,14 +233,18 @@ def _check_head_options(config: ModelConfig) -> None:
     """Refuse options that the head would not look at."""
     if config.head not in HEADS:
         raise ConfigError(f"head {config.head!r} is unknown: choose one of {', '.join(HEADS)}")
+    single = ("reset", "drift", "forget", "static", "ridge")
     users = {
-        "lam": ("reset", "drift", "forget", "static", "ridge"),
+        "lam": single,
         "eta": ("drift",),
         "gamma": ("forget",),
+        "lambda_scale": single,
+        "dtype": single,
         "mixing": ("auto",),
     }
+    plain = ModelConfig()
     for option, heads in users.items():
-        if getattr(config, option) is not None and config.head not in heads:
+        if getattr(config, option) != getattr(plain, option) and config.head not in heads:
             raise ConfigError(
                 f"{option} is not for head {config.head}: leave it out, or choose head "
                 f"{' or '.join(heads)}"

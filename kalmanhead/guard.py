@@ -23,7 +23,7 @@ def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> T
     that a row of weight 2 pulls as two rows do.
     """
     error = prediction - target.to(prediction.dtype)
-    missing = torch.isnan(error)
+    missing = torch.isnan(target)
     squares = torch.where(missing, 0.0, error).square()
     counted = ~missing
     if weight is not None:

@@ -265,7 +265,7 @@ class KalmanHead(nn.Module):
         """
         mean = rescaled_weight(self.weight, ratio, offset, self.has_bias)
         self.posterior = replace(self.posterior, mean=mean)
-        self.noise = replace(self.noise, rate=self.noise.rate * ratio.to(mean).square())
+        self.noise = self.noise.rescaled(ratio)
 
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
@@ -346,7 +346,7 @@ class KalmanHead(nn.Module):
         if not self.transition.remembers:
             posterior = replace(self.posterior, mean=posterior.mean)
         self.posterior = posterior
-        discount = noise_discount(total, self.rows_seen, self.noise_memory)
+        discount = noise_discount(counted, self.rows_seen, self.noise_memory)
         self.noise = update_noise(self.noise, update.quadratic, counted, discount)
         self.rows_seen += total
         self.last_rows = total

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from kalmanhead.errors import ConfigError
 
+# A row of a larger weight leaves no digit to the prior.
+LARGEST_WEIGHT = 1e12
+
 
 def as_rows(values: Tensor, feature_dim: int) -> Tensor:
     """Every point of every sample as a row: (n, d, *grid) or (*, d) -> (rows, d)."""
@@ -33,6 +36,13 @@ def point_weights(weight: Tensor | None, phi: Tensor, feature_dim: int) -> Tenso
         return None
     points = math.prod(phi.movedim(feature_dim, -1).shape[1:-1])
     return weight.repeat_interleave(points)
+
+
+def target_weights(y: Tensor, weight: Tensor | None, feature_dim: int) -> Tensor:
+    """Weight of each target, (rows, k), float64: that of its sample, 0 where it is missing."""
+    seen = (~torch.isnan(as_rows(y, feature_dim))).to(torch.float64)
+    weights = point_weights(weight, y, feature_dim)
+    return seen if weights is None else seen * weights.to(seen)[:, None]
 
 
 def fill_missing(
@@ -128,3 +138,9 @@ def check_weight(weight: Tensor, samples: int) -> None:
         )
     if not (torch.isfinite(weight).all() and (weight >= 0).all()):
         raise ConfigError("weight holds a negative or non-finite number: 0 leaves a row out")
+    if (weight > LARGEST_WEIGHT).any():
+        row = int(weight.argmax())
+        raise ConfigError(
+            f"weight holds {weight[row]:g} in row {row} of the batch: give at most "
+            f"{LARGEST_WEIGHT:g}, beyond which a row counts as known exactly"
+        )

@@ -10,24 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.averaging import Averaging, Forecast
+from kalmanhead.averaging import Averaging
 from kalmanhead.errors import ConfigError, KalmanHeadError
 from kalmanhead.guard import (
     acts_by_mode,
-    as_inputs,
     check_batch,
     check_trainable,
-    check_width,
     owned,
-    run_backbone,
     squared_loss,
     training_mode,
 )
 from kalmanhead.head import Head, KalmanHead
 from kalmanhead.layout import rescaled_weight
-from kalmanhead.noise import Predictive
 from kalmanhead.optimizers import OptimizerFactory, adam, descend, make_optimizer
-from kalmanhead.scaling import Scaling
+from kalmanhead.predictor import Predictor
 from kalmanhead.split import merge_head
 from kalmanhead.wrapping import take_head
 
@@ -45,7 +41,7 @@ class _Pass:
     phi: Tensor
 
 
-class OnlineLearner(nn.Module):
+class OnlineLearner(Predictor):
     """Learns from batches as they come: the head in closed form, the backbone by gradient steps.
 
     Inputs and targets are standardised by running statistics. When those of the targets move,
@@ -114,47 +110,21 @@ class OnlineLearner(nn.Module):
         clip: float | None = None,
         average: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(backbone, head, skip=skip, scale_x=scale_x, scale_y=scale_y)
         if order not in ("head-first", "backbone-first"):
             raise ConfigError(f"order is {order!r}: choose head-first or backbone-first")
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip is {clip}: give a norm above 0, or None for no limit")
-        if not isinstance(backbone, nn.Module) or not hasattr(head, "update"):
-            raise ConfigError(
-                f"a {type(backbone).__name__} and a {type(head).__name__} make no learner: give a "
-                "torch.nn.Module as backbone, then a head such as KalmanHead"
-            )
-        self.backbone, self.head = backbone, head
-        self.skip, self.order, self.clip = skip, order, clip
-        self.scaling = Scaling(inputs=scale_x, targets=scale_y, center=head.has_bias)
+        self.order, self.clip = order, clip
         self.targets_in_units = targets_in_units
         self.trained = [p for p in self.parameters() if p.requires_grad]
         make = optimizer if optimizer is not None else adam()
         self.optimizer = make_optimizer(make, self.trained) if self.trained else None
-        self.average: Averaging | None = None
         if average is not None and self.trained:
             self.average = Averaging(average, backbone, head)
-        self.parts = [part for part in (head, self.average) if part is not None]
         self.mode_matters: bool | None = None
         self.batches = 0
-        self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
         self.eval()
-
-    @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:
-        """Predicted targets in their own units, (n, k) or (n, k, *grid); changes nothing."""
-        return self.scaling.unscale_targets(self._foresee(x).mixture)
-
-    @torch.no_grad()
-    def predict_dist(self, x: Tensor) -> Predictive:
-        """Predictive distribution of the targets in their own units; changes nothing."""
-        scaled_x = self._scaled_x(x)
-        phi = self._features(scaled_x)
-        scaled = self.head.predict_dist(phi)
-        if self.average is not None:
-            scaled = self.average.calibrated(scaled, self._forecast(scaled_x, phi).mixture)
-        mean = self.scaling.unscale_targets(scaled.mean)
-        return Predictive(mean, self.scaling.unscale_spread(scaled.scale), scaled.dof)
 
     def learn(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn from one batch.
@@ -185,6 +155,11 @@ class OnlineLearner(nn.Module):
         check_trainable(self.trained)
         if x.shape[0] == 0:
             return torch.empty_like(y)
+        if weight is not None and not bool(weight.all()):
+            # Rows of no weight are foreseen, and then it is as if they had not been there.
+            prediction, used = self.predict(x), weight > 0
+            self.step(x[used], y[used], weight[used])
+            return prediction
         # Gradients are needed whatever mode the caller is in, and none of them is the caller's.
         with torch.inference_mode(False), torch.enable_grad():
             undo = self._snapshot()
@@ -200,7 +175,7 @@ class OnlineLearner(nn.Module):
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x)
             self.scaling.begin(x, y)
-            self.scaling.follow(x, y, self.parts, skip=False, express=self.targets_in_units)
+            self.scaling.follow(x, y, weight, self.parts, skip=False, express=self.targets_in_units)
             self._learn(self._pass(x, y, weight))
         else:
             # A training pass moves BatchNorm's statistics, so what it says of the batch comes late.
@@ -212,7 +187,7 @@ class OnlineLearner(nn.Module):
             if self.average is not None:
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)
             self._learn(batch)
-            self.scaling.follow(x, y, self.parts, skip=self.skip, express=True)
+            self.scaling.follow(x, y, weight, self.parts, skip=self.leads_with_inputs, express=True)
         if self.average is not None:
             self.average.follow(self.backbone, self.head)
         self.batches += 1
@@ -284,12 +259,8 @@ class OnlineLearner(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineLearner:
         """Follow a move of the backbone to another device or dtype, the optimiser's state too."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.dtype = next((p.dtype for p in self.backbone.parameters()), self.dtype)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
-        self.scaling.to(self.device)
-        if self.average is not None:
-            self.average.moved(fn)
         return self
 
     def get_extra_state(self) -> State:
@@ -375,11 +346,6 @@ class OnlineLearner(nn.Module):
 
         return undo
 
-    @property
-    def device(self) -> torch.device:
-        """Where the head lies."""
-        return self.head.weight.device
-
     def _learn(self, batch: _Pass) -> None:
         """Solve the head and step the backbone, in the learner's order."""
         if self.order == "backbone-first" and self.trained:
@@ -411,39 +377,3 @@ class OnlineLearner(nn.Module):
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
         with training_mode(self.backbone, single=x.shape[0] == 1 and x.dim() == 2):
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
-
-    def _scaled_x(self, x: Tensor) -> Tensor:
-        """Inputs as the backbone wants them."""
-        x = as_inputs(x, self.device, self.dtype)
-        known = x.shape[1] if self.scaling.x is None else self.scaling.x.count.shape[0]
-        if x.shape[1] != known:
-            raise ConfigError(
-                f"x has shape {tuple(x.shape)}: {known} inputs were learnt from, give as many"
-            )
-        return self.scaling.scale_inputs(x).to(self.dtype)
-
-    @torch.no_grad()
-    def _foresee(self, x: Tensor) -> Forecast:
-        """Predictions for a batch, in evaluation mode."""
-        scaled_x = self._scaled_x(x)
-        return self._forecast(scaled_x, self._features(scaled_x))
-
-    def _forecast(self, scaled_x: Tensor, phi: Tensor) -> Forecast:
-        """Predictions where the newest backbone's features are known."""
-        newest = self.head(phi)
-        if self.average is None:
-            return Forecast(newest, newest, newest)
-        average = self.average(self._features(scaled_x, self.average.backbone))
-        return Forecast(newest, average, self.average.mix(newest, average))
-
-    def _features(self, scaled_x: Tensor, backbone: nn.Module | None = None) -> Tensor:
-        """Features of the head: the scaled inputs, if asked for, and the backbone's."""
-        phi = run_backbone(self.backbone if backbone is None else backbone, scaled_x)
-        if not self.skip:
-            return check_width(phi, self.head)
-        if phi.dim() != scaled_x.dim() or phi.shape[2:] != scaled_x.shape[2:]:
-            raise ConfigError(
-                f"skip needs features on the grid of the inputs: inputs have shape "
-                f"{tuple(scaled_x.shape)}, features {tuple(phi.shape)}; leave skip off"
-            )
-        return check_width(torch.cat([scaled_x, phi], self.head.feature_dim), self.head)

@@ -15,6 +15,21 @@ def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) / 2
 
 
+def row_major(values: Tensor) -> Tensor:
+    """The same values with the last dimension contiguous, strides of single rows included.
+
+    `Tensor.contiguous` leaves the strides of dimensions of size 1 as they are, but they too
+    decide in which order a product is summed.
+    """
+    strides, step = [], 1
+    for size in reversed(values.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    if values.stride() == tuple(reversed(strides)):
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
+
+
 def safe_cholesky(matrix: Tensor, name: str = "matrix") -> Tensor:
     """Lower Cholesky factor; a matrix on the edge of definiteness gets a jitter that is reported.
 

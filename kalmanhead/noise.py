@@ -21,6 +21,9 @@ from kalmanhead.errors import ConfigError
 from kalmanhead.posterior import Update
 
 START_MEMORY = 20.0
+# Bounds of a learnt variance and of a squared error. An output that is foreseen exactly for long
+# keeps a variance that its first surprise can be divided by.
+BOUNDS = {torch.float64: (1e-60, 1e200), torch.float32: (1e-30, 1e30)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Noise:
         """Scale b / a of the predictive Student t, (..., k)."""
         return self.rate / self.shape
 
+    def rescaled(self, ratio: Tensor) -> Noise:
+        """The same for outputs that are now `ratio` times as large, (k,)."""
+        square = ratio.to(self.rate).square().clamp(*BOUNDS[self.rate.dtype])
+        return Noise(self.shape, _bounded(self.rate * square, self.shape))
+
     def moved(self, fn: Callable[[Tensor], Tensor]) -> Noise:
         """The same elsewhere, in the same dtype."""
         return Noise(fn(self.shape).to(self.shape.dtype), fn(self.rate).to(self.rate.dtype))
@@ -61,26 +69,33 @@ def update_noise(
     noise: Noise,
     quadratic: Tensor,  # (..., k), innovation' S^-1 innovation
     rows: Tensor,  # (k,) or (), summed weights
-    discount: float = 1.0,
+    discount: Tensor | float = 1.0,  # (k,) or ()
 ) -> Noise:
     """Conjugate update with forgetting: a += rows / 2, b += quadratic / 2.
 
     Before it both are multiplied by `discount`, so that the memory is finite, the large
     innovations of the start fade, and a change of the noise is followed.
     """
-    return Noise(
-        discount * noise.shape + rows / 2,
-        discount * noise.rate + quadratic / 2,
-    )
+    shape = discount * noise.shape + rows / 2
+    return Noise(shape, _bounded(discount * noise.rate + quadratic / 2, shape))
 
 
-def noise_discount(rows: float, seen: float, memory: float) -> float:
-    """Discount for a batch of so many rows when `seen` rows came before.
+def _bounded(rate: Tensor, shape: Tensor) -> Tensor:
+    """Rates whose variance is neither 0 nor infinite; NaN stays."""
+    least, most = BOUNDS[rate.dtype]
+    return torch.minimum(torch.maximum(rate, least * shape), most * shape)
+
+
+def noise_discount(rows: Tensor, seen: float, memory: float) -> Tensor:
+    """Discount of each output for a batch of so many rows, (k,), when `seen` rows came before.
 
     The memory grows with half of what was seen, up to `memory` rows: early innovations tell of a
-    model that had learnt nothing yet, not of the noise, and are soon outweighed.
+    model that had learnt nothing yet, not of the noise, and are soon outweighed. An output that
+    was not seen forgets nothing.
     """
-    return math.exp(-rows / min(memory, START_MEMORY + seen / 2))
+    span = min(memory, START_MEMORY + seen / 2)
+    kept = [math.exp(-count / span) for count in rows.tolist()]
+    return torch.tensor(kept, dtype=rows.dtype, device=rows.device)
 
 
 def log_evidence(noise: Noise, update: Update, rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from kalmanhead.linalg import (
     cholesky_solve,
     covariance_root,
     log_determinant,
+    row_major,
     safe_cholesky,
     solve_lower,
     symmetrise,
@@ -50,6 +51,12 @@ class Posterior:
     mean: Tensor
     spread: Tensor
     form: Form = "dense"
+
+    def __post_init__(self) -> None:
+        # As they come back from a checkpoint: another layout is summed in another order, and a
+        # resumed run would round otherwise than one that was never stopped.
+        for name in ("mean", "spread"):
+            object.__setattr__(self, name, row_major(getattr(self, name)))
 
     @property
     def covariance(self) -> Tensor:

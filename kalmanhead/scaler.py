@@ -59,8 +59,10 @@ class RunningScaler:
         self.scale = torch.ones_like(self.count)
 
     @torch.no_grad()
-    def update(self, values: Tensor) -> bool:
+    def update(self, values: Tensor, weight: Tensor | None = None) -> bool:
         """Take the rows of a batch, (n, channels, *grid), into the statistics.
+
+        A row of weight 2 counts as two; `weight` is (n,), positive.
 
         Returns
         -------
@@ -83,12 +85,16 @@ class RunningScaler:
             return False
         variance, mean = torch.var_mean(rows, 0, correction=0)
         count, squares = torch.full_like(mean, float(rows.shape[0])), variance * rows.shape[0]
-        if torch.isnan(mean).any():
-            count = (~torch.isnan(rows)).sum(0).to(torch.float64)
-            mean = rows.nansum(0) / count.clamp_min(1)
-            squares = (rows - mean).square().nansum(0)
+        if weight is not None or torch.isnan(mean).any():
+            weights = (~torch.isnan(rows)).to(torch.float64)
+            if weight is not None:
+                points = rows.shape[0] // weight.shape[0]
+                weights = weights * weight.to(weights).repeat_interleave(points)[:, None]
+            count = weights.sum(0)
+            mean = (weights * rows).nansum(0) / _or_one(count)
+            squares = (weights * (rows - mean).square()).nansum(0)
         total = self.count + count
-        share = count / total.clamp_min(1)
+        share = count / _or_one(total)
         delta = mean - self.mean
         self.squares = self.squares + squares + delta.square() * self.count * share
         self.mean = self.mean + delta * share
@@ -121,7 +127,7 @@ class RunningScaler:
 
     def _refresh(self) -> bool:
         """Bring shift and scale up to the statistics, if they are off by too much."""
-        variance = self.squares / self.count.clamp_min(1)
+        variance = self.squares / _or_one(self.count)
         if not self.center:
             variance = variance + self.mean.square()
         # A spread below the rounding of the mean itself is rounding, not signal.
@@ -135,3 +141,8 @@ class RunningScaler:
             return False
         self.shift, self.scale = shift, scale
         return True
+
+
+def _or_one(count: Tensor) -> Tensor:
+    """Counts to divide by: 1 where nothing was counted."""
+    return torch.where(count > 0, count, 1.0)

@@ -15,6 +15,9 @@ State = dict[str, Any]
 
 # A scaled input beyond this many deviations tells of statistics that no longer hold.
 LARGEST_INPUT = 30.0
+# A scaled target beyond this many is held there until the statistics have followed: its square is
+# of a size that float32 can hold, and a gradient too.
+LARGEST_TARGET = 1e6
 # A column whose deviation grows by more than this in one batch is another column from now on.
 LARGEST_GROWTH = 30.0
 # The scaling in use follows the statistics in steps of this share of a deviation, so that once
@@ -72,8 +75,8 @@ class Scaling:
         return x if self.x is None else self.x(x).clamp(-LARGEST_INPUT, LARGEST_INPUT)
 
     def scale_targets(self, y: Tensor) -> Tensor:
-        """Targets in standardised units."""
-        return y if self.y is None else self.y(y)
+        """Targets in standardised units, held within a million deviations."""
+        return y if self.y is None else self.y(y).clamp(-LARGEST_TARGET, LARGEST_TARGET)
 
     def unscale_targets(self, y: Tensor) -> Tensor:
         """Targets in their own units again."""
@@ -86,13 +89,20 @@ class Scaling:
         )
 
     def follow(
-        self, x: Tensor, y: Tensor, parts: Sequence[Scaled], *, skip: bool, express: bool
+        self,
+        x: Tensor,
+        y: Tensor,
+        weight: Tensor | None,
+        parts: Sequence[Scaled],
+        *,
+        skip: bool,
+        express: bool,
     ) -> None:
         """Take a batch into the statistics and re-express in them what has been learnt.
 
         Parameters
         ----------
-        x, y:
+        x, y, weight:
             The batch, in its own units.
         parts:
             What was learnt; its leading features are the scaled inputs if `skip`.
@@ -102,7 +112,7 @@ class Scaling:
         """
         if self.x is not None:
             shift, scale = self.x.shift, self.x.scale
-            if self.x.update(x) and skip and self.center and express:
+            if self.x.update(x, weight) and skip and self.center and express:
                 ratio, offset = self.x.scale / scale, (self.x.shift - shift) / scale
                 lost = ratio > LARGEST_GROWTH
                 if lost.any():
@@ -114,7 +124,7 @@ class Scaling:
                     part.rescale_inputs(ratio, offset)
         if self.y is not None:
             shift, scale = self.y.shift, self.y.scale
-            if self.y.update(y) and express:
+            if self.y.update(y, weight) and express:
                 ratio, offset = scale / self.y.scale, (shift - self.y.shift) / self.y.scale
                 for part in parts:
                     part.rescale_targets(ratio, offset)

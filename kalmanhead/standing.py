@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmanhead.noise import Noise, update_noise
+from kalmanhead.noise import BOUNDS, Noise, update_noise
 
 # One row can lower a forecaster's standing against the best by no more than this, in nats: a
 # single outlier would otherwise put the vaguest in charge.
@@ -79,8 +79,9 @@ class Standing:
         leverage: Tensor | None,
         seen: Tensor,
         counted: Tensor,
-        noise_discount: float,
-        samples: int,
+        noise_discount: Tensor,
+        samples: float,
+        points: int = 1,
         awake: Tensor | None = None,
     ) -> Standing:
         """Standing after the rows of a batch.
@@ -93,13 +94,14 @@ class Standing:
             Variance of each forecast from what is not known yet, in units of the noise,
             (heads, rows); None for none.
         seen:
-            1 where a target is there, else 0, (rows, k).
+            Weight of each target, 0 where there is none, (rows, k); 2 counts as the row twice.
         counted:
-            Summed weight of the rows, (k,).
+            Its sum, (k,).
         noise_discount:
-            How much of the noise's earlier rows is kept.
-        samples:
-            Independent samples among the rows: of a field, its points count as one.
+            How much of the noise's earlier rows is kept, (k,).
+        samples, points:
+            Summed weight of the independent samples, and rows that each consists of: the points of
+            a field count as one sample.
         awake:
             Which forecasters these rows are of, (heads,), whole numbers; None for all. The others
             stand where the share puts them.
@@ -107,12 +109,12 @@ class Standing:
         scores, noise = self.scores, self.noise
         if awake is not None:
             scores, noise = scores[awake], Noise(noise.shape[awake], noise.rate[awake])
-        squares = innovation.square()
+        squares = innovation.square().clamp_max(BOUNDS[innovation.dtype][1])
         if leverage is not None:
             squares = squares / (1 + leverage[..., None])
         evidence = log_student_t(squares, leverage, noise)
         evidence = torch.maximum(evidence, evidence.amax(0) - MOST_NATS) * seen
-        gain = evidence.sum(1) * (samples / seen.shape[0])
+        gain = evidence.sum(1) / points
         weights = (self.discount**samples * scores + gain).softmax(0)
         noise = update_noise(noise, (squares * seen).sum(-2), counted, noise_discount)
         if awake is not None:
@@ -140,8 +142,7 @@ class Standing:
 
     def rescaled(self, ratio: Tensor) -> Standing:
         """The same for outputs that are now `ratio` times as large, (k,)."""
-        rate = self.noise.rate * ratio.to(self.noise.rate).square()
-        return replace(self, noise=replace(self.noise, rate=rate))
+        return replace(self, noise=self.noise.rescaled(ratio))
 
 
 def log_student_t(squares: Tensor, leverage: Tensor | None, noise: Noise) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from kalmanhead.layout import (
     check_pair,
     check_sizes,
     linear_outputs,
-    point_weights,
     rescaled_weight,
+    target_weights,
 )
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
 
@@ -64,10 +65,7 @@ class TrainedHead(nn.Module):
         start = torch.rand(out_features, in_features + int(bias), generator=generator)
         self.mean = nn.Parameter(((2 * start - 1) * bound).to(dtype=dtype, device=device))
         ones = torch.ones(out_features, dtype=torch.float64, device=device)
-        self.noise_shape: Tensor
-        self.noise_rate: Tensor
-        self.register_buffer("noise_shape", ones)
-        self.register_buffer("noise_rate", ones.clone())
+        self.noise = Noise(ones, ones)
         self.rows_seen = 0.0
 
     @property
@@ -87,26 +85,23 @@ class TrainedHead(nn.Module):
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn the noise from one batch; the weights belong to the optimiser."""
         check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
-        residual = as_rows(y - self(phi), self.feature_dim).to(self.noise_rate)
-        weights = point_weights(weight, phi, self.feature_dim)
-        weights = torch.ones_like(residual[:, 0]) if weights is None else weights.to(residual)
-        seen = (~torch.isnan(residual)).to(residual) * weights[:, None]
-        squares = (seen * torch.nan_to_num(residual).square()).sum(0)
-        total = float(seen.sum(0).max())
-        discount = noise_discount(total, self.rows_seen, self.noise_memory)
-        noise = Noise(self.noise_shape, self.noise_rate)
-        noise = update_noise(noise, squares, seen.sum(0), discount)
-        self.noise_shape, self.noise_rate = noise.shape, noise.rate
+        residual = as_rows(y - self(phi), self.feature_dim).to(self.noise.rate)
+        seen = target_weights(y, weight, self.feature_dim).to(residual)
+        counted = seen.sum(0)
+        total = float(counted.max()) if len(seen) else 0.0
+        squares = (seen * torch.where(seen > 0, residual, 0.0).square()).sum(0)
+        discount = noise_discount(counted, self.rows_seen, self.noise_memory)
+        self.noise = update_noise(self.noise, squares, counted, discount)
         self.rows_seen += total
 
     @torch.no_grad()
     def predict_dist(self, phi: Tensor) -> Predictive:
         """Student t with the residuals' scale; it knows nothing of the weights' uncertainty."""
-        mean = self(phi).to(self.noise_rate)
+        mean = self(phi).to(self.noise.rate)
         shape = [1] * mean.dim()
         shape[self.feature_dim] = -1
-        scale = (self.noise_rate / self.noise_shape).sqrt().view(shape).expand(mean.shape)
-        return Predictive(mean, scale, (2 * self.noise_shape).view(shape).expand(mean.shape))
+        scale = self.noise.variance.sqrt().view(shape).expand(mean.shape)
+        return Predictive(mean, scale, (2 * self.noise.shape).view(shape).expand(mean.shape))
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -119,7 +114,7 @@ class TrainedHead(nn.Module):
     def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and the noise for targets that are now `ratio * y + offset`, both (k,)."""
         self.mean.copy_(rescaled_weight(self.mean, ratio, offset, self.has_bias))
-        self.noise_rate = self.noise_rate * ratio.to(self.noise_rate).square()
+        self.noise = self.noise.rescaled(ratio)
 
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
@@ -137,8 +132,8 @@ class TrainedHead(nn.Module):
         """What must be kept to go on exactly."""
         return {
             "mean": self.mean.detach(),
-            "noise_shape": self.noise_shape,
-            "noise_rate": self.noise_rate,
+            "noise_shape": self.noise.shape,
+            "noise_rate": self.noise.rate,
             "rows_seen": self.rows_seen,
         }
 
@@ -158,5 +153,11 @@ class TrainedHead(nn.Module):
             )
         self.mean.copy_(state["mean"])
         self.rows_seen = state["rows_seen"]
-        self.noise_shape = state["noise_shape"].to(self.noise_shape).clone()
-        self.noise_rate = state["noise_rate"].to(self.noise_rate).clone()
+        shape, rate = (state[name].to(self.noise.rate) for name in ("noise_shape", "noise_rate"))
+        self.noise = Noise(shape.clone(), rate.clone())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TrainedHead:
+        """Follow a move to another device; the noise keeps its dtype."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.noise = self.noise.moved(fn)
+        return self

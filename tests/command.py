@@ -140,6 +140,14 @@ def same(ours, theirs):
     return type(ours) is type(theirs) and repr(ours) == repr(theirs)
 
 
+def assert_same(ours, theirs):
+    """Two states hold the same values, bit for bit."""
+    ours, theirs = dict(leaves(ours)), dict(leaves(theirs))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert same(ours[key], value), key
+
+
 class Forker:
     """A process that has imported everything and forks a child for each command: a child starts
     in milliseconds, and is a real process that can be killed at any instant.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from torch import nn
 
 from kalmanhead.averaging import Averaging
 from kalmanhead.backbones import MLP
@@ -240,3 +241,42 @@ def test_those_asleep_stand_where_the_share_puts_them():
     assert float(after.noise.rate[0]) == pytest.approx(1 + 4 * 0.01 / 2)
     assert float(after.shares[1]) == pytest.approx(0, abs=1e-9)
     torch.testing.assert_close(after.shares.sum(0), torch.ones(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_small_steps_are_not_lost_to_rounding(dtype):
+    """In bfloat16 a twentieth of a small change rounds to nothing."""
+    backbone = nn.Linear(1, 4).to(dtype)
+    nn.init.constant_(backbone.weight, 1.0)
+    averaging = Averaging(0.95, backbone, KalmanHead(4, 1))
+    nn.init.constant_(backbone.weight, 1.03125)
+    for _ in range(400):
+        averaging.follow(backbone, KalmanHead(4, 1))
+    torch.testing.assert_close(averaging.backbone.weight, backbone.weight)
+    saved, again = copy.deepcopy(averaging.state()), Averaging(0.95, backbone, KalmanHead(4, 1))
+    again.load_state(saved)
+    assert all(torch.equal(*pair) for pair in zip(again.exact, averaging.exact, strict=True))
+    assert len(again.exact) == (2 if dtype == torch.bfloat16 else 0)
+
+
+def test_parameters_that_are_no_real_numbers():
+    class Mixed(nn.Linear):
+        def __init__(self):
+            super().__init__(1, 4)
+            self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+            self.spectrum = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+
+    backbone = Mixed()
+    averaging = Averaging(0.5, backbone, KalmanHead(4, 1))
+    with torch.no_grad():
+        backbone.order += 1
+        backbone.spectrum += 1j
+    for _ in range(100):
+        averaging.follow(backbone, KalmanHead(4, 1))
+    assert torch.equal(averaging.backbone.order, backbone.order)
+    torch.testing.assert_close(averaging.backbone.spectrum, backbone.spectrum)
+
+
+def test_a_backbone_that_cannot_be_copied_is_named():
+    with pytest.raises(ConfigError, match="leave average out"):
+        OnlineLearner(nn.LazyLinear(4), KalmanHead(4, 1), average=0.9)

@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 
+import command
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from kalmanhead import checkpoint
 from kalmanhead.checkpoint import CheckpointFolder, load, save
+from kalmanhead.config import ModelConfig, build_learner
 from kalmanhead.errors import CheckpointError, ConfigError
 
 TREE = {
@@ -431,3 +433,37 @@ class TestFolder:
         shutil.copy(CheckpointFolder(tmp_path / "a", kind="x").write(1, 1), tmp_path)
         with pytest.raises(CheckpointError, match="kind 'x' where 'run' is needed"):
             CheckpointFolder(tmp_path).latest()
+
+
+@pytest.mark.parametrize(
+    ("head", "dtype"),
+    [(head, "float64") for head in ("auto", "reset", "drift", "forget", "static", "ridge", "adam")]
+    + [(head, "float32") for head in ("reset", "drift", "forget", "static")],
+)
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_learner_goes_on_bit_for_bit_from_a_file(tmp_path, head, outputs, rows, dtype):
+    """A tensor that comes back in another layout is multiplied in another order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make():
+        config = ModelConfig(head=head, width=12, skip=True, average=0.9, device="cpu", dtype=dtype)
+        return build_learner(config, (5,), (outputs,))
+
+    def batch():
+        x = torch.randn(rows, 5, generator=generator) * 3 + 1
+        return x, x[:, :outputs].sin() + torch.randn(rows, outputs, generator=generator)
+
+    whole, resumed = make(), make()
+    for _ in range(15):
+        whole.learn(*batch())
+    save(tmp_path / "learner", whole.state(), kind="run")
+    resumed.load_state(load(tmp_path / "learner", kind="run"))
+    for _ in range(5):
+        x, y = batch()
+        whole.learn(x, y)
+        resumed.learn(x, y)
+    command.assert_same(resumed.state(), whole.state())
+    for key, value in command.leaves(whole.state()):
+        if isinstance(value, torch.Tensor):
+            assert value.stride() == torch.empty(value.shape).stride(), key

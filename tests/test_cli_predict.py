@@ -57,11 +57,13 @@ def test_wider_levels_give_wider_intervals_and_out_is_replaced_only_when_told(fo
     pq.write_table(table(30, ["a", "b", "c"])[0], tmp_path / "new.parquet")
     command = ["predict", folder / "run", "--source", tmp_path / "new.parquet"]
     widths = []
-    for level in (0.5, 0.99):
-        ok(*command, "--out", tmp_path / "p.parquet", "--level", level, "--overwrite", "--quiet")
+    for level, told in ((0.5, "50%"), (0.99, "99%"), (0.999999, "99.9999%")):
+        options = "--level", level, "--overwrite"
+        result = ok(*command, "--out", tmp_path / "p.parquet", *options)
+        assert f"30 predictions with {told} intervals" in result.out
         p = pq.read_table(tmp_path / "p.parquet")
         widths.append((p["y_high"].to_numpy() - p["y_low"].to_numpy()).mean())
-    assert widths[1] > widths[0]
+    assert widths == sorted(widths)
     assert "exists" in refused(*command, "--out", tmp_path / "p.parquet")
     ok(*command, "--out", tmp_path / "more" / "p.zarr")
     assert zarr.open_group(tmp_path / "more" / "p.zarr", mode="r")["y"].shape == (30, 1)
