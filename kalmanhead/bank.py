@@ -53,9 +53,8 @@ class HeadBank(nn.Module):
     feature_dim:
         -1 for (*, d), 1 for (n, d, *grid), as for `KalmanHead`.
     grid:
-        By block (`level`, `linear`, `deep`, `proximal`): prior precisions and drift rates, of
-        which all pairs become heads. None for `DEFAULT_GRID`, or `FIELD_GRID` with
-        `feature_dim` 1.
+        By block (`level`, `linear`, `deep`, `proximal`): the heads in it, each a prior precision
+        and a drift rate. None for `DEFAULT_GRID`, or `FIELD_GRID` with `feature_dim` 1.
     mixing:
         `soft` predicts by the mixture of all heads, `best` by the leader of each output.
     discount:
@@ -120,8 +119,8 @@ class HeadBank(nn.Module):
         self.linear_features, self.feature_dim = linear_features, feature_dim
         self.mixing, self.noise_memory = mixing, noise_memory
         self.groups = tuple(
-            make_group(block, self._width(block), out_features, lams, etas, device)
-            for block, (lams, etas) in grid.items()
+            make_group(block, self._width(block), out_features, pairs, device)
+            for block, pairs in grid.items()
             if block != "linear" or linear_features
         )
         full = [i for i, group in enumerate(self.groups) if group.width == in_features + 1]

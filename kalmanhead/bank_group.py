@@ -11,24 +11,25 @@ from torch import Tensor
 from kalmanhead.errors import ConfigError
 from kalmanhead.posterior import Posterior, Update, condition
 
-Grid = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+# By block: the heads in it, each a prior precision lambda and a drift rate eta.
+Grid = Mapping[str, Sequence[tuple[float, float]]]
 
 BLOCKS = ("level", "linear", "deep", "proximal")
-# By block: prior precisions (times the mean square of the features) and drift rates. Rate 1 is
-# `reset`, the paper's proximal head, and 0 is `static`. The first head of the first block that
-# uses all features drives the backbone.
+# Precisions are in units of the largest feature's mean square. Rate 1 is `reset`, the paper's
+# proximal head, and 0 is `static`. The first head of the first block that uses all features
+# drives the backbone.
 DEFAULT_GRID: Grid = {
-    "level": ((0.01,), (1.0, 0.1, 0.01, 0.0)),
-    "linear": ((0.1, 10.0), (0.01, 0.0)),
-    "deep": ((10.0, 0.1), (0.001,)),
+    "level": ((0.01, 1.0), (0.01, 0.1), (0.01, 0.01), (0.01, 0.0)),
+    "linear": ((0.1, 0.01), (0.1, 0.0), (10.0, 0.01), (10.0, 0.0)),
+    "deep": ((10.0, 0.001), (1.0, 0.0)),
 }
 # Fields bring thousands of rows a batch. What is remembered of them holds the head to features
 # that the backbone has left behind, so there only heads of a short memory stay stable.
 FIELD_GRID: Grid = {
-    "level": ((0.01,), (1.0, 0.0)),
-    "linear": ((10.0,), (0.0,)),
-    "proximal": ((100.0, 30.0, 300.0), (1.0,)),
-    "deep": ((1.0,), (0.1,)),
+    "level": ((0.01, 1.0), (0.01, 0.0)),
+    "linear": ((10.0, 0.0),),
+    "proximal": ((100.0, 1.0), (30.0, 1.0), (300.0, 1.0)),
+    "deep": ((1.0, 0.1),),
 }
 # A grid that extends itself goes on in these steps, as far as these precisions.
 STEP, LEAST, MOST = 10.0, 1e-4, 1e8
@@ -148,11 +149,10 @@ def make_group(
     block: str,
     width: int,
     outputs: int,
-    lams: Sequence[float],
-    etas: Sequence[float],
+    pairs: Sequence[tuple[float, float]],
     device: torch.device | str | None,
 ) -> Group:
-    """Heads for all pairs of prior precision and drift rate, before any data.
+    """Heads of these prior precisions and drift rates, before any data.
 
     Raises
     ------
@@ -161,13 +161,15 @@ def make_group(
     """
     if block not in BLOCKS:
         raise ConfigError(f"block {block!r} is unknown: choose {', '.join(BLOCKS)}")
-    pairs = [(lam, eta) for lam in lams for eta in etas]
-    if not pairs or not all(lam > 0 and 0 <= eta <= 1 for lam, eta in pairs):
+    try:
+        lam, eta = (
+            torch.tensor(column, dtype=torch.float64, device=device)
+            for column in zip(*pairs, strict=True)
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"grid of {block}: give pairs of a precision and a rate") from error
+    if not ((lam > 0) & (eta >= 0) & (eta <= 1)).all():
         raise ConfigError(f"grid of {block}: give precisions above 0 and rates from 0 to 1")
-    lam, eta = (
-        torch.tensor(column, dtype=torch.float64, device=device)
-        for column in zip(*pairs, strict=True)
-    )
     mean = torch.zeros(len(pairs), outputs, width).to(lam)
     variance = (1 / lam)[:, None].expand(-1, width)
     if block == "proximal":

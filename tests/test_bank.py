@@ -13,7 +13,7 @@ from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.head import KalmanHead
 from kalmanhead.tending import EXTEND_AFTER, NAP, PATIENCE
 
-LEVEL_OR_DEEP = {"level": ((0.01,), (1.0,)), "deep": ((1.0,), (0.0,))}
+LEVEL_OR_DEEP = {"level": ((0.01, 1.0),), "deep": ((1.0, 0.0),)}
 
 
 def batches(count=6, n=16, d=5, k=2, seed=0, dtype=torch.float64):
@@ -38,7 +38,7 @@ def learnt(bank, data):
 def test_a_bank_of_one_is_a_kalman_head(block, eta, single, lam):
     """The largest feature has mean square 1 in every batch: lambda means the same to both."""
     data = [(phi / phi.square().mean(0).max().sqrt(), y) for phi, y in batches()]
-    bank = HeadBank(5, 2, grid={block: ((lam,), (eta,))}, noise_memory=500)
+    bank = HeadBank(5, 2, grid={block: ((lam, eta),)}, noise_memory=500)
     head = KalmanHead(5, 2, transition=single, eta=eta, prior_precision=lam, noise_memory=500)
     learnt(bank, data)
     learnt(head, data)
@@ -98,7 +98,7 @@ def test_the_units_of_the_features_do_not_matter(scale):
 
 
 def test_the_gradient_sees_the_driver_alone():
-    bank = HeadBank(5, 2, linear_features=2, grid={**LEVEL_OR_DEEP, "proximal": ((9.0,), (1.0,))})
+    bank = HeadBank(5, 2, linear_features=2, grid={**LEVEL_OR_DEEP, "proximal": ((9.0, 1.0),)})
     learnt(bank, batches(3))
     phi, _ = next(batches(1, seed=4))
     deep = bank.groups[1].posterior.mean[0]
@@ -200,9 +200,12 @@ def test_moving_to_another_dtype_keeps_the_state_in_float64():
         ({"linear_features": 6}, "linear_features is 6"),
         ({"discount": 0.0}, "give a discount"),
         ({"share": 1.0}, "a share in"),
-        ({"grid": {"cubic": ((1.0,), (0.0,))}}, "block 'cubic' is unknown"),
-        ({"grid": {"deep": ((1.0,), (1.5,))}}, "rates from 0 to 1"),
-        ({"grid": {"deep": ((-1.0,), (0.5,))}}, "precisions above 0"),
+        ({"grid": {"cubic": ((1.0, 0.0),)}}, "block 'cubic' is unknown"),
+        ({"grid": {"deep": ((1.0, 1.5),)}}, "rates from 0 to 1"),
+        ({"grid": {"deep": ((-1.0, 0.5),)}}, "precisions above 0"),
+        ({"grid": {"deep": (1.0, 0.5)}}, "pairs of a precision"),
+        ({"grid": {"deep": ((1.0, 0.5, 0.1),)}}, "pairs of a precision"),
+        ({"grid": {"deep": ()}}, "pairs of a precision"),
         ({"grid": {"level": DEFAULT_GRID["level"]}}, "no deep or proximal heads"),
     ],
 )
@@ -250,7 +253,7 @@ def test_a_block_that_does_not_matter_sleeps_and_wakes_when_it_does():
 
 def test_the_grid_goes_on_beyond_its_edge():
     """Features of no use at all: the larger lambda, the better."""
-    grid = {"proximal": ((1.0, 0.1, 10.0), (1.0,))}
+    grid = {"proximal": ((1.0, 1.0), (0.1, 1.0), (10.0, 1.0))}
     bank = HeadBank(8, 1, grid=grid)
     generator = torch.Generator().manual_seed(0)
     for _ in range(4 * EXTEND_AFTER):
@@ -284,12 +287,12 @@ def test_what_was_shared_out_has_no_say():
 
 
 def test_effective_lambda_and_memory():
-    grid = {"deep": ((1.0, 100.0), (0.1,))}
+    grid = {"deep": ((1.0, 0.1), (100.0, 0.1))}
     bank = HeadBank(3, 1, grid=grid, share=0.0)
     assert bank.effective_precision == pytest.approx(10)
     assert bank.effective_memory == 0
     learnt(bank, batches(40, d=3, k=1))
     assert bank.effective_memory == pytest.approx(16 / 0.1)
-    fields = HeadBank(3, 1, grid={"deep": ((1.0,), (0.0,))}, feature_dim=1)
+    fields = HeadBank(3, 1, grid={"deep": ((1.0, 0.0),)}, feature_dim=1)
     fields.update(torch.randn(4, 3, 10), torch.randn(4, 1, 10))
     assert fields.effective_memory == 4
