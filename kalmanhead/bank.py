@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, make_group
+from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, make_group, next_power
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.layout import (
     as_outputs,
@@ -36,9 +36,6 @@ from kalmanhead.standing import Standing
 from kalmanhead.tending import Tending
 
 State = dict[str, Any]
-
-# Rows at the start from which the size of the features is taken.
-SIZING_ROWS = 1000
 
 
 class HeadBank(nn.Module):
@@ -153,6 +150,11 @@ class HeadBank(nn.Module):
             for lam, eta in zip(group.lam.tolist(), group.eta.tolist(), strict=True)
         ]
 
+    @property
+    def shares(self) -> Tensor:
+        """Part of each head in the mixture of each output, (heads, k)."""
+        return self._shares(self.standing)
+
     def leaders(self, count: int = 3) -> list[tuple[str, float]]:
         """Heads with the largest weights, averaged over outputs, largest first."""
         weights = self.weights.mean(1)
@@ -193,13 +195,12 @@ class HeadBank(nn.Module):
         rows = self._rows(phi)
         targets = as_rows(y.detach(), self.feature_dim).to(rows)
         seen = target_weights(y, weight, self.feature_dim)
-        counted = seen.sum(0)
-        total = float(counted.max()) if len(rows) else 0.0
-        if total == 0:
+        if not bool(seen.any()):
             return
         whole = weight is None and bool(seen.all())
         weights = None if whole else seen.amax(1)
-        power, awake = self._next_power(rows, weights), self.tending.awake(self.batches)
+        power = next_power(self.power, rows, weights, self.rows_seen)
+        awake = self.tending.awake(self.batches)
         prior, first = self._prior_variance(power), self.rows_seen == 0
         learnt = [
             group.condition(rows, targets, weights, prior, first) if up else (group, None)
@@ -212,29 +213,65 @@ class HeadBank(nn.Module):
         if weights is not None:  # a row of weight w was conditioned on as sqrt(w) times itself
             own = torch.where(weights > 0, weights, 1.0)
             innovation, leverage = innovation / own.sqrt()[:, None], leverage / own
-        samples = float(seen.view(len(phi), -1).amax(1).sum())
+        self._judge(groups, innovation, leverage, seen, awake, len(phi), 1)
+        self.power = power
+        self._extend()
+
+    @torch.no_grad()
+    def take_note(
+        self, innovation: Tensor, leverage: Tensor, seen: Tensor, awake: list[bool]
+    ) -> None:
+        """Judge the heads by rows on which each was conditioned elsewhere, one after the other.
+
+        Parameters
+        ----------
+        innovation, leverage:
+            What the heads of the groups awake foresaw of each row: (heads, n, k) and (heads, n).
+        seen:
+            Weight of each target, 0 where it is missing, (n, k).
+        awake:
+            Which groups had been conditioned.
+        """
+        self._judge(self.groups, innovation, leverage, seen, awake, len(seen), len(seen))
+
+    def remix(self) -> None:
+        """Follow groups whose means were written into."""
+        self._weight = self._mix(self.groups, self.standing)
+
+    def _judge(
+        self,
+        groups: tuple[Group, ...],
+        innovation: Tensor,
+        leverage: Tensor,
+        seen: Tensor,
+        awake: list[bool],
+        samples: int,
+        batches: int,
+    ) -> None:
+        """Take groups over that have learnt, with what their foresight says of them."""
+        counted, weight = seen.sum(0), float(seen.view(samples, -1).amax(1).sum())
         standing = self.standing.after(
             innovation,
             leverage,
             seen,
             counted,
             noise_discount(counted, self.rows_seen, self.noise_memory),
-            samples,
-            len(rows) // len(phi),
+            weight,
+            len(seen) // samples,
             None if all(awake) else self._heads(awake),
         )
-        weight = self._mix(groups, standing)
-        if not math.isfinite(weight.sum()):
+        mixture = self._mix(groups, standing)
+        if not math.isfinite(mixture.sum()):
             raise NumericalError(
                 "the solve gave NaN or infinity: a feature or a target of this batch is not "
                 "finite; nothing was learnt from it"
             )
-        self.groups, self.standing, self.power, self._weight = groups, standing, power, weight
-        self.rows_seen += total
-        self.samples_seen += samples
-        self.batches += 1
-        self.tending.follow(groups, self.weights.amax(1).tolist(), standing.share)
-        self._extend()
+        self.groups, self.standing, self._weight = groups, standing, mixture
+        self.rows_seen += float(counted.max())
+        self.samples_seen += weight
+        self.batches += batches
+        largest = self.weights.amax(1).tolist()
+        self.tending.follow(groups, largest, standing.share, batches)
 
     @torch.no_grad()
     def predict_dist(self, phi: Tensor) -> Predictive:
@@ -249,7 +286,7 @@ class HeadBank(nn.Module):
             leverage.append(group.prior(variance, first).variance_of(block))
         noise = self.standing.noise
         spread = noise.variance[:, None] * (1 + torch.cat(leverage)[..., None])
-        weights = self._shares(self.standing)[:, None]
+        weights = self.shares[:, None]
         square = (weights * (spread + torch.cat(apart))).sum(0)
         dof = (weights * 2 * noise.shape[:, None]).sum(0).expand_as(mean)
         return Predictive(
@@ -353,22 +390,6 @@ class HeadBank(nn.Module):
         """Features as rows behind the constant, (rows, d), float64."""
         rows = as_rows(phi.detach(), self.feature_dim).to(torch.float64)
         return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
-
-    def _next_power(self, rows: Tensor, weights: Tensor | None) -> float:
-        """Size of the features, so that units do not matter: the largest one's mean square.
-
-        It is averaged over the first batches and stays from then on: a prior that grew with the
-        features would let them grow for ever.
-        """
-        if rows.shape[1] == 1 or self.rows_seen >= SIZING_ROWS:
-            return self.power
-        if weights is None:
-            now, count = rows[:, 1:].square().mean(0), float(len(rows))
-        else:
-            count = float(weights.sum())
-            now = weights @ rows[:, 1:].square() / count
-        power = self.power + (float(now.max()) - self.power) * count / (self.rows_seen + count)
-        return power if power > 0 else 1.0
 
     def _prior_variance(self, power: float) -> Tensor:
         """Prior variances for lambda = 1, (d,): 1 / power for all features but the constant."""

@@ -31,6 +31,8 @@ FIELD_GRID: Grid = {
     "proximal": ((100.0, 1.0), (30.0, 1.0), (300.0, 1.0)),
     "deep": ((1.0, 0.1),),
 }
+# Rows at the start from which the size of the features is taken.
+SIZING_ROWS = 1000
 # A grid that extends itself goes on in these steps, as far as these precisions.
 STEP, LEAST, MOST = 10.0, 1e-4, 1e8
 
@@ -177,3 +179,31 @@ def make_group(
     else:
         posterior = Posterior(mean, torch.diag_embed(variance), "dense")
     return Group(block, width, lam, eta, posterior)
+
+
+def next_power(power: float, rows: Tensor, weights: Tensor | None, seen: float) -> float:
+    """Size of the features after a batch, so that units do not matter.
+
+    It is the mean square of the largest of them, averaged over the first batches, and stays from
+    then on: a prior that grew with the features would let them grow for ever.
+
+    Parameters
+    ----------
+    power:
+        The size before.
+    rows:
+        Features behind the constant, (rows, d).
+    weights:
+        Of the rows, (rows,); None for 1.
+    seen:
+        Summed weight of all rows before.
+    """
+    if rows.shape[1] == 1 or seen >= SIZING_ROWS:
+        return power
+    if weights is None:
+        now, count = rows[:, 1:].square().mean(0), float(len(rows))
+    else:
+        count = float(weights.sum())
+        now = weights @ rows[:, 1:].square() / count
+    power = power + (float(now.max()) - power) * count / (seen + count)
+    return power if power > 0 else 1.0

@@ -36,7 +36,9 @@ class Tending:
         nap = batches % NAP > 1
         return [i == self.driving or idle < PATIENCE or not nap for i, idle in enumerate(self.idle)]
 
-    def follow(self, groups: Sequence[Group], largest: Sequence[float], share: float) -> None:
+    def follow(
+        self, groups: Sequence[Group], largest: Sequence[float], share: float, batches: int = 1
+    ) -> None:
         """Take note of the weights after a batch.
 
         Parameters
@@ -47,15 +49,17 @@ class Tending:
             Weight of each head, in the order of the groups, for the output that values it most.
         share:
             Weight that all heads are given whatever they foresee.
+        batches:
+            How many batches the weights stand for.
         """
         floor = 2 * share / len(largest)
         leader = max(range(len(largest)), key=largest.__getitem__)
-        self.leading = self.leading + 1 if leader == self.leader else 0
+        self.leading = self.leading + batches if leader == self.leader else 0
         self.leader = leader
         at = 0
         for i, group in enumerate(groups):
             weight = max(largest[at : at + len(group)])
-            self.idle[i] = 0 if weight > floor or share == 0 else self.idle[i] + 1
+            self.idle[i] = 0 if weight > floor or share == 0 else self.idle[i] + batches
             at += len(group)
 
     def beyond(self, groups: Sequence[Group]) -> tuple[int, int, int] | None:

@@ -1,0 +1,383 @@
+"""Estimators for river: regression, of several targets too, and classification.
+
+They take rows as dicts and frames of pandas, pyarrow or whatever narwhals reads; what they learn
+lies in a `RowModel`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from river import base, proba
+from river.utils import dataframe
+
+from kalmanhead.row_frames import as_weight, in_places, plain_values, rows_of
+from kalmanhead.row_model import RowConfig, RowModel, as_number, is_missing
+
+Row = Mapping[Hashable, Any]
+
+# The single output of a regressor.
+TARGET = "y"
+
+
+class _RowEstimator(base.Estimator):
+    """What the estimators share: their options, and rows taken apart."""
+
+    _one_hot = False
+
+    def __init__(
+        self,
+        backbone: str = "mlp",
+        width: int = 32,
+        depth: int | None = None,
+        skip: bool | None = None,
+        head: str = "auto",
+        lam: float | None = None,
+        eta: float | None = None,
+        optimizer: str = "adam",
+        lr: float | None = None,
+        clip: float | None = None,
+        average: float | None = None,
+        backbone_every: int = 16,
+        absent: str = "mean",
+        seed: int = 0,
+    ) -> None:
+        self.backbone = backbone
+        self.width = width
+        self.depth = depth
+        self.skip = skip
+        self.head = head
+        self.lam = lam
+        self.eta = eta
+        self.optimizer = optimizer
+        self.lr = lr
+        self.clip = clip
+        self.average = average
+        self.backbone_every = backbone_every
+        self.absent = absent
+        self.seed = seed
+        config = RowConfig(
+            backbone=backbone,
+            width=width,
+            depth=depth,
+            skip=skip,
+            head=head,
+            lam=lam,
+            eta=eta,
+            optimizer=optimizer,
+            lr=lr,
+            clip=clip,
+            average=average,
+            seed=seed,
+        )
+        self._model = RowModel(config, every=backbone_every, absent=absent, one_hot=self._one_hot)
+        self._targets_skipped = 0
+        self._start()
+
+    def _start(self) -> None:
+        """Make what a kind of estimator has of its own."""
+
+    @property
+    def values_missing(self) -> int:
+        """Features that came as None, NaN or infinity while learning, and were imputed."""
+        return self._model.values_missing
+
+    @property
+    def targets_skipped(self) -> int:
+        """Targets that were missing or not finite while learning, and were left out."""
+        return self._targets_skipped
+
+    @property
+    def _mutable_attributes(self) -> set[str]:
+        return {"lr", "clip", "backbone_every"}
+
+    def _learn(self, x: Row, y: Mapping[Hashable, float], w: float) -> NDArray[np.float64] | None:
+        """Learn from a row of which at least one target is there; what had been predicted."""
+        weight = as_weight(w)
+        values = {name: as_number(name, value) for name, value in x.items()}
+        missing = sum(map(math.isnan, y.values()))
+        if weight == 0:
+            return None
+        self._targets_skipped += missing
+        if missing == len(y):
+            return None
+        self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
+        return self._model.learn(values, y, weight)
+
+    def _matrix(self, x: Row) -> NDArray[np.float64]:
+        """A row in the model's columns, (1, p)."""
+        known = {n: as_number(n, v) for n, v in x.items() if n in self._model.features}
+        return self._model.matrix(known, np.array([list(known.values())]))
+
+
+class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
+    """Online regression by a neural network whose last layer is a Kalman filter.
+
+    A bank of Kalman filters predicts from a constant, the inputs and the features of an MLP, and
+    weighs its members by how well each foresees the stream: a drifting level, a linear model with
+    or without memory, the deep model. It learns from every row in closed form, and the MLP by
+    small gradient steps. Inputs and targets are standardised by running statistics.
+
+    Parameters
+    ----------
+    backbone:
+        `mlp` or `linear`.
+    width, depth:
+        Size of the MLP: features, and number of layers (2 by default).
+    skip:
+        Put the inputs beside the backbone's features, so that the head holds a linear model as
+        well; None leaves it to the head, and the bank wants them.
+    head:
+        `auto` for the bank of level, linear and deep heads that needs no tuning; `reset`, `drift`
+        or `static` for a single Kalman head.
+    lam, eta:
+        Of a single head: prior precision, in units of the largest feature's mean square, and
+        rate of `drift`.
+    optimizer, lr, clip:
+        Of the backbone: `adam` or `sgd`, learning rate, largest gradient norm.
+    average:
+        Decay of the moving average of the model that predicts beside the newest; 0 for none, None
+        leaves it to the head, and the bank has one.
+    backbone_every:
+        Rows for each gradient step of the backbone. The head learns from every row at once.
+    absent:
+        What a known name stands for that a row does not hold: `mean`, the running mean of its
+        values, or `zero`, as in sparse counts. None, NaN and infinity are always the mean.
+    seed:
+        Of the backbone's initial weights.
+
+    Notes
+    -----
+    A row costs O(d^2) for each head that remembers, d being inputs plus width. `learn_many` is a
+    loop over `learn_one`, so that both give the same model.
+
+    Examples
+    --------
+    >>> from river import datasets, evaluate, metrics, preprocessing
+    >>> model = preprocessing.StandardScaler() | KalmanHeadRegressor(width=8)
+    >>> rows = datasets.TrumpApproval().take(300)
+    >>> score = evaluate.progressive_val_score(rows, model, metrics.MAE())
+    >>> bool(score.get() < 1)
+    True
+    >>> x, y = next(iter(datasets.TrumpApproval()))
+    >>> distribution = model.predict_one(x, with_dist=True)
+    >>> bool(0 < distribution.sigma < 10)
+    True
+
+    References
+    ----------
+    Closed-Form Last Layer Optimization, arXiv 2510.04606.
+    """
+
+    def learn_one(self, x: Row, y: Any, w: float = 1.0) -> None:
+        """Learn from a row; w weighs it, 2 being the row twice and 0 leaving it out.
+
+        A target that is None, NaN or infinite is skipped and counted, and so is its row.
+
+        Raises
+        ------
+        ConfigError
+            A feature or the target is no number, or the weight is negative or not finite.
+        """
+        self._learn(x, {TARGET: as_number("the target", y)}, w)
+
+    def predict_one(self, x: Row, with_dist: bool = False) -> Any:
+        """Prediction for a row, 0 before any learning; a Gaussian if asked for."""
+        rows = self._matrix(x)
+        if not self._model.outputs:
+            return _gaussian(0.0, 1.0) if with_dist else 0.0
+        if not with_dist:
+            return float(self._model.predict(rows)[0, 0])
+        mean, variance = self._model.predict_dist(rows)
+        return _gaussian(float(mean[0, 0]), float(variance[0, 0]))
+
+    def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
+        """Learn from the rows of a frame; y and w by position, w one number or one a row."""
+        targets = [as_number("the target", value) for value in plain_values(y)]
+        for x, target, weight in rows_of(X, targets, w):
+            self.learn_one(x, target, weight)
+
+    def predict_many(self, X: Any) -> Any:
+        """Predictions for the rows of a frame, as a series of the same kind and index."""
+        frame = dataframe.into_frame(X)
+        mean = np.zeros(len(frame))
+        if self._model.outputs:
+            mean = self._model.predict(in_places(self._model, frame))[:, 0]
+        return dataframe.to_native_series(mean, name=None, like=frame)
+
+
+class KalmanHeadMultiTargetRegressor(_RowEstimator, base.MultiTargetRegressor):
+    """Online regression of several targets at once by a network with a Kalman filter on top.
+
+    As `KalmanHeadRegressor`; the targets share the backbone and the covariance of the head, and
+    each has its own noise and its own weights over the heads of the bank. Targets may be missing
+    from a row, and new ones may appear.
+
+    Parameters are those of `KalmanHeadRegressor`.
+
+    Examples
+    --------
+    >>> from river import datasets, evaluate, metrics, stream
+    >>> from sklearn import datasets as sk
+    >>> rows = stream.iter_sklearn_dataset(sk.load_linnerud(), shuffle=True, seed=42)
+    >>> metric = metrics.multioutput.MicroAverage(metrics.MAE())
+    >>> score = evaluate.progressive_val_score(rows, KalmanHeadMultiTargetRegressor(), metric)
+    >>> bool(score.get() < 50)
+    True
+    """
+
+    def learn_one(self, x: Row, y: Row, w: float = 1.0, **kwargs: Any) -> None:
+        """Learn from a row; a target that is None, NaN or infinite is skipped and counted.
+
+        Errors are those of `KalmanHeadRegressor.learn_one`.
+        """
+        self._learn(x, {name: as_number(name, value) for name, value in y.items()}, w)
+
+    def predict_one(self, x: Row, with_dist: bool = False) -> dict[Any, Any]:
+        """Predictions by target; of the targets seen so far, so none before any learning."""
+        rows = self._matrix(x)
+        if not with_dist:
+            return dict(
+                zip(self._model.outputs, self._model.predict(rows)[0].tolist(), strict=True)
+            )
+        mean, variance = self._model.predict_dist(rows)
+        pairs = zip(mean[0].tolist(), variance[0].tolist(), strict=True)
+        return {
+            name: _gaussian(*pair) for name, pair in zip(self._model.outputs, pairs, strict=True)
+        }
+
+    def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
+        """Learn from the rows of a frame and of a frame of targets, by position."""
+        targets = [
+            {name: as_number(name, value) for name, value in row.items()}
+            for row in dataframe.into_frame(y).rows(named=True)
+        ]
+        for x, target, weight in rows_of(X, targets, w):
+            self.learn_one(x, target, weight)
+
+    def predict_many(self, X: Any) -> Any:
+        """Predictions for the rows of a frame, as a frame of the same kind and index."""
+        frame = dataframe.into_frame(X)
+        mean = self._model.predict(in_places(self._model, frame))
+        return dataframe.to_native_frame(
+            {name: mean[:, j] for name, j in self._model.outputs.items()}, like=frame
+        )
+
+
+class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
+    """Online classification by a neural network whose last layer is a Kalman filter.
+
+    The bank of `KalmanHeadRegressor` regresses on one 0-or-1 output a class, whose means estimate
+    the classes' probabilities. A softmax turns them into probabilities proper; its slope is
+    learnt online from the log-likelihood. Classes may be bool, str or int, and appear any time.
+
+    Parameters are those of `KalmanHeadRegressor`.
+
+    Examples
+    --------
+    >>> from river import datasets, evaluate, metrics, preprocessing
+    >>> model = preprocessing.StandardScaler() | KalmanHeadClassifier(width=8)
+    >>> rows = datasets.Phishing().take(500)
+    >>> score = evaluate.progressive_val_score(rows, model, metrics.Accuracy())
+    >>> bool(score.get() > 0.8)
+    True
+    """
+
+    _one_hot = True
+
+    def _start(self) -> None:
+        self._slope = Slope()
+
+    @property
+    def _multiclass(self) -> bool:
+        return True
+
+    def learn_one(self, x: Row, y: Any, w: float = 1.0) -> None:
+        """Learn from a row; a label that is None or NaN is skipped and counted.
+
+        Errors are those of `KalmanHeadRegressor.learn_one`.
+        """
+        if is_missing(y):
+            self._targets_skipped += 1
+            return
+        label = y.item() if isinstance(y, np.generic) else y
+        means = self._learn(x, {label: 1.0}, w)
+        if means is not None:
+            self._slope.learn(means, self._model.outputs[label], w)
+
+    def predict_proba_one(self, x: Row, **kwargs: Any) -> dict[Any, float]:
+        """Probability of each class seen so far; none before any learning."""
+        probabilities = self._probabilities(self._matrix(x))[0]
+        return dict(zip(self._model.outputs, probabilities.tolist(), strict=True))
+
+    def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
+        """Learn from the rows of a frame; labels and weights by position."""
+        for x, label, weight in rows_of(X, plain_values(y), w):
+            self.learn_one(x, label, weight)
+
+    def predict_proba_many(self, X: Any) -> Any:
+        """Probabilities for the rows of a frame, a column for each class, same kind and index."""
+        frame = dataframe.into_frame(X)
+        probabilities = self._probabilities(in_places(self._model, frame))
+        return dataframe.to_native_frame(
+            {label: probabilities[:, j] for label, j in self._model.outputs.items()}, like=frame
+        )
+
+    def predict_many(self, X: Any) -> Any:
+        """Most probable class for each row of a frame, as a series of the same kind and index."""
+        frame = dataframe.into_frame(X)
+        probabilities = self._probabilities(in_places(self._model, frame))
+        labels = list(self._model.outputs)
+        best = [labels[j] for j in probabilities.argmax(1)] if labels else [None] * len(frame)
+        return dataframe.to_native_series(best, name=None, like=frame)
+
+    def _probabilities(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Probabilities of the classes, (n, k)."""
+        return self._slope(self._model.predict(rows))
+
+
+class Slope:
+    """How steeply probabilities follow the means of 0-or-1 outputs: softmax(slope * mean).
+
+    The slope climbs the log-likelihood of each label by natural gradient: a Newton step in which
+    the curvature is the sum of the Fisher information so far, slowly forgotten.
+
+    Examples
+    --------
+    >>> Slope()(np.array([[0.5, 0.5]]))
+    array([[0.5, 0.5]])
+    """
+
+    START, LEAST, MOST = 4.0, 0.1, 40.0
+    FORGETTING = 0.999
+
+    def __init__(self) -> None:
+        self.slope, self.information = self.START, 1.0
+
+    def __call__(self, means: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Probabilities that sum to 1, (n, k), for means (n, k)."""
+        if means.shape[1] == 0:
+            return means
+        powers = np.exp(self.slope * (means - means.max(1, keepdims=True)))
+        return np.asarray(powers / powers.sum(1, keepdims=True))
+
+    def learn(self, means: NDArray[np.float64], label: int, weight: float) -> None:
+        """Learn from the means (k,) that were predicted for a row before its label was known."""
+        if len(means) < 2:
+            return
+        probabilities = self(means[None])[0]
+        expected = float(probabilities @ means)
+        fisher = float(probabilities @ (means - expected) ** 2)
+        self.information = self.FORGETTING * self.information + weight * fisher
+        gradient = weight * (float(means[label]) - expected)
+        step = gradient / max(self.information, 1.0)
+        self.slope = min(max(self.slope + step, self.LEAST), self.MOST)
+
+
+def _gaussian(mean: float, variance: float) -> Any:
+    """River's normal distribution with these moments."""
+    return proba.Gaussian._from_state(n=1, m=mean, var=variance, ddof=0)  # type: ignore[no-untyped-call]

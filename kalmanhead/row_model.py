@@ -1,0 +1,413 @@
+"""Learning row by row from named features and named targets, of which new ones may appear.
+
+Every name keeps its column for ever. Columns are given out in order of first appearance in
+learning; names that appear in the same row are sorted, so that their order in it does not matter.
+The head learns from every row at once, the backbone by one gradient step for each `every` rows,
+which wait until then and are part of the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kalmanhead.backbones import make_backbone
+from kalmanhead.bank import HeadBank
+from kalmanhead.bank_group import DEFAULT_GRID, Grid
+from kalmanhead.batch import LARGEST_VALUE
+from kalmanhead.errors import ConfigError
+from kalmanhead.guard import squared_loss
+from kalmanhead.learner import OnlineLearner
+from kalmanhead.optimizers import adam, descend, sgd
+from kalmanhead.row_growth import grown
+from kalmanhead.row_kernel import Pending, RowKernel
+
+State = dict[str, Any]
+Floats = NDArray[np.float64]
+
+# By head: the rate eta and the block of a bank that holds this head alone.
+SINGLE = {"reset": (1.0, "proximal"), "drift": (0.01, "deep"), "static": (0.0, "deep")}
+HEADS = ("auto", *SINGLE)
+# Decay of the moving average at each step of the backbone, beside the bank.
+AVERAGE = 0.95
+OPTIMIZERS = {"adam": (adam, 1.5e-2), "sgd": (sgd, 1e-2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """What kind of learner, in plain values; those of `KalmanHeadRegressor`."""
+
+    backbone: str = "mlp"
+    width: int = 32
+    depth: int | None = None
+    skip: bool | None = None
+    head: str = "auto"
+    lam: float | None = None
+    eta: float | None = None
+    optimizer: str = "adam"
+    lr: float | None = None
+    clip: float | None = None
+    average: float | None = None
+    seed: int = 0
+
+    def build(self, inputs: int, outputs: int, one_hot: bool) -> OnlineLearner:
+        """Build the learner, in float64: in float32 one row and many give other predictions.
+
+        Raises
+        ------
+        ConfigError
+            Options that do not go together.
+        """
+        if self.backbone not in ("mlp", "linear"):
+            raise ConfigError(f"backbone is {self.backbone!r}: choose mlp or linear")
+        linear = self.backbone == "linear"
+        sizes = {} if linear else {"width": self.width, "depth": self.depth}
+        backbone = make_backbone(self.backbone, (inputs,), 0, seed=self.seed, **sizes).double()
+        bank = self.head == "auto"
+        skip = (bank and not linear) if self.skip is None else self.skip
+        features = (inputs if skip else 0) + int(backbone.out_features)  # type: ignore[arg-type]
+        head = HeadBank(
+            features,
+            outputs,
+            linear_features=inputs if bank and (skip or linear) else 0,
+            grid=self._grid(linear and not skip),
+        )
+        average = (AVERAGE if bank else 0.0) if self.average is None else self.average
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer {self.optimizer!r} is unknown: choose adam or sgd")
+        make, rate = OPTIMIZERS[self.optimizer]
+        rate = rate if self.lr is None else self.lr
+        if not rate >= 0:
+            raise ConfigError(f"lr is {rate}: give a learning rate of at least 0")
+        learner = OnlineLearner(
+            backbone,
+            head,
+            make(rate),
+            skip=skip,
+            scale_y=not one_hot,
+            clip=self.clip,
+            average=average or None,
+        )
+        learner.dtype = torch.float64  # which a backbone without parameters does not tell
+        return learner
+
+    def _grid(self, linear: bool) -> Grid:
+        """Heads of the bank: the default ones, or a single one."""
+        if self.head not in HEADS:
+            raise ConfigError(f"head {self.head!r} is unknown: choose one of {', '.join(HEADS)}")
+        if self.eta is not None and self.head != "drift":
+            raise ConfigError(
+                f"eta is not for head {self.head}: leave it out, or choose head drift"
+            )
+        if self.head == "auto":
+            if self.lam is not None:
+                raise ConfigError(
+                    f"lam is not for head auto: leave it out, or choose head {' or '.join(SINGLE)}"
+                )
+            return {k: v for k, v in DEFAULT_GRID.items() if not linear or k != "deep"}
+        eta, block = SINGLE[self.head]
+        lam = (10.0 if self.head == "reset" else 1.0) if self.lam is None else self.lam
+        return {block: ((lam, eta if self.eta is None else self.eta),)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row that waits for the backbone's next step, in its own units."""
+
+    x: Floats
+    y: Floats
+    weight: float
+
+
+class RowModel:
+    """A learner of rows whose columns are known by name.
+
+    Parameters
+    ----------
+    config:
+        What kind of learner.
+    every:
+        Rows for each gradient step of the backbone.
+    absent:
+        What a known name stands for that a row does not hold: `mean`, the running mean of its
+        column, or `zero`.
+    one_hot:
+        Whether the outputs are classes: their targets are 0 or 1 and are not standardised, and a
+        class that is new was 0 in all earlier rows.
+
+    Raises
+    ------
+    ConfigError
+        Options that do not go together.
+    """
+
+    def __init__(
+        self, config: RowConfig, *, every: int = 16, absent: str = "mean", one_hot: bool = False
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ConfigError(
+                f"backbone_every is {every!r}: give a whole number of rows, 1 or more"
+            )
+        if absent not in ("mean", "zero"):
+            raise ConfigError(f"absent is {absent!r}: choose mean or zero")
+        self.config, self.every, self.absent, self.one_hot = config, every, absent, one_hot
+        self.features: dict[Hashable, int] = {}
+        self.outputs: dict[Hashable, int] = {}
+        self.kernel: RowKernel | None = None
+        self.waiting: list[_Row] = []
+        self.values_missing = 0
+        config.build(1, 1, one_hot)  # refuses bad options before any data come
+
+    @property
+    def learner(self) -> OnlineLearner | None:
+        """The learner, with all rows taken note of; None before any row."""
+        if self.kernel is None:
+            return None
+        self.kernel.bank.remix()
+        return self.kernel.learner
+
+    def tune(self, *, every: int, lr: float | None, clip: float | None) -> None:
+        """Take over options that may change between rows."""
+        if (every, lr, clip) == (self.every, self.config.lr, self.config.clip):
+            return
+        self.every = every
+        self.config = dataclasses.replace(self.config, lr=lr, clip=clip)
+        if self.kernel is None:
+            return
+        learner = self.kernel.learner
+        learner.clip = clip
+        if learner.optimizer is not None and lr is not None:
+            for group in learner.optimizer.param_groups:
+                group["lr"] = lr
+
+    def learn(
+        self, x: Mapping[Hashable, float], y: Mapping[Hashable, float], weight: float
+    ) -> Floats:
+        """Learn from one row; NaN is a value or a target that is missing.
+
+        At least one target must be there, and the weight positive.
+
+        Returns
+        -------
+        ndarray
+            What `predict_row` would have returned before, (k,), new outputs included.
+
+        Raises
+        ------
+        NumericalError
+            The backbone has diverged: the rows that waited for its step are left out of it.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            kernel = self._make_room(x.keys(), y.keys())
+            row = self.place(x)
+            target = np.full(len(self.outputs), 0.0 if self.one_hot else math.nan)
+            for name, value in y.items():
+                target[self.outputs[name]] = value
+            forecast = kernel.learn(row, target, weight)
+            self.values_missing += sum(map(math.isnan, x.values()))
+            if kernel.learner.trained:
+                self.waiting.append(_Row(row, target, weight))
+                if len(self.waiting) >= self.every:
+                    self._step_backbone(kernel)
+        return forecast
+
+    def place(self, x: Mapping[Hashable, float]) -> Floats:
+        """A row's values in the model's columns, (p,); unknown names drop."""
+        row = self._empty(1)[0]
+        for name, value in x.items():
+            column = self.features.get(name)
+            if column is not None:
+                row[column] = value
+        return row
+
+    def predict_row(self, row: Floats) -> Floats:
+        """Predicted outputs (k,) of a row (p,) as `place` makes it; changes nothing."""
+        if self.kernel is None:
+            return np.zeros(len(self.outputs))
+        return self.kernel.predict(row)
+
+    def predict(self, rows: Floats) -> Floats:
+        """Predicted outputs (n, k) of rows (n, p) as `matrix` makes them; changes nothing."""
+        learner = self.learner
+        if learner is None:
+            return np.zeros((len(rows), len(self.outputs)))
+        return learner.predict(_imputed(learner, rows)).numpy()
+
+    def predict_dist(self, rows: Floats) -> tuple[Floats, Floats]:
+        """Mean and variance of the outputs, (n, k) each, of rows (n, p).
+
+        The variance is the Student t's, taken as if it had at least three degrees of freedom.
+        """
+        learner = self.learner
+        if learner is None:
+            nothing = np.zeros((len(rows), len(self.outputs)))
+            return nothing, nothing + 1.0
+        dist = learner.predict_dist(_imputed(learner, rows))
+        dof = dist.dof.clamp_min(3.0)
+        variance = dist.scale.square() * dof / (dof - 2)
+        return dist.mean.numpy(), variance.numpy()
+
+    def matrix(self, names: Collection[Hashable], values: Floats) -> Floats:
+        """Columns of `names`, (n, len(names)), in the model's places, (n, p); unknown ones drop."""
+        rows = self._empty(len(values))
+        known = [(self.features[n], j) for j, n in enumerate(names) if n in self.features]
+        if known:
+            places, columns = zip(*known, strict=True)
+            rows[:, places] = values[:, columns]
+        return rows
+
+    def __getstate__(self) -> State:
+        """Plain values and numpy arrays; no optimiser, no module, no function."""
+        state = dict(vars(self))
+        kernel = state.pop("kernel")
+        state["config"] = dataclasses.asdict(self.config)
+        state["learnt"] = None if kernel is None else _to_numpy(kernel.learner.state())
+        state["pending"] = None if kernel is None else vars(kernel.pending)
+        state["waiting"] = [(row.x, row.y, row.weight) for row in self.waiting]
+        return state
+
+    def __setstate__(self, state: State) -> None:
+        """Go on from what `__getstate__` returned."""
+        state = dict(state)
+        learnt, pending = state.pop("learnt"), state.pop("pending")
+        vars(self).update(state)
+        self.config = RowConfig(**state["config"])
+        self.waiting = [_Row(*row) for row in state["waiting"]]
+        self.kernel = None
+        if learnt is not None:
+            with torch.inference_mode(False):
+                learner = self._fresh()
+                learner.load_state(_to_torch(learnt))
+                held = Pending(**{name: list(values) for name, values in pending.items()})
+                self.kernel = RowKernel(learner, held)
+
+    def _fresh(self) -> OnlineLearner:
+        return self.config.build(max(len(self.features), 1), len(self.outputs), self.one_hot)
+
+    def _make_room(
+        self, features: Collection[Hashable], outputs: Collection[Hashable]
+    ) -> RowKernel:
+        """Give new names their places, and the learner the size for them."""
+        known = self.features.keys() >= features and self.outputs.keys() >= outputs
+        if self.kernel is not None and known:
+            return self.kernel
+        before = max(len(self.features), 1)
+        for names, places in ((features, self.features), (outputs, self.outputs)):
+            for name in sorted((n for n in names if n not in places), key=_order):
+                places[name] = len(places)
+        fresh = self._fresh()
+        if self.kernel is not None:
+            self.kernel.settle()
+            old = self.kernel.learner
+            seen = float(old.batches) if self.absent == "zero" else 0.0
+            after = max(len(self.features), 1)
+            fresh.load_state(grown(old, fresh, before, after, seen))
+            if fresh.leads_with_inputs and after > before:
+                # P is widened by the prior, in the power of the features that the head has seen.
+                new = torch.arange(after) >= before
+                for part in fresh.parts:
+                    part.forget_inputs(new)
+        self.kernel = RowKernel(fresh)
+        return self.kernel
+
+    def _empty(self, count: int) -> Floats:
+        """Rows of which nothing is known, (count, p); a model without any name has one column."""
+        fill = math.nan if self.absent == "mean" else 0.0
+        return np.full((count, max(len(self.features), 1)), fill)
+
+    def _step_backbone(self, kernel: RowKernel) -> None:
+        """One gradient step on the rows that wait, in today's scales and at today's W."""
+        waiting, self.waiting = self.waiting, []
+        learner = kernel.learner
+        x = self._empty(len(waiting))
+        y = np.full((len(waiting), len(self.outputs)), 0.0 if self.one_hot else math.nan)
+        for i, row in enumerate(waiting):  # names may have come since
+            x[i, : len(row.x)], y[i, : len(row.y)] = row.x, row.y
+        weights = [row.weight for row in waiting]
+        weight = None
+        if any(w != 1.0 for w in weights):
+            weight = torch.tensor(weights, dtype=torch.float64)
+        targets = learner.scaling.scale_targets(torch.from_numpy(y))
+        with torch.enable_grad():
+            phi = learner.features(_imputed(learner, x))
+            loss = squared_loss(learner.head.for_gradient(phi), targets, weight)
+            if loss is not None and learner.optimizer is not None:
+                descend(learner.optimizer, loss, learner.trained, learner.clip)
+        kernel.follow_backbone()
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is None, NaN, or pandas' NA or NaT."""
+    return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)
+
+
+def as_number(name: Hashable, value: Any) -> float:
+    """A feature or target as a float; NaN for None, NaN, infinity and what is far too large.
+
+    Raises
+    ------
+    ConfigError
+        The value is no number.
+    """
+    number = value if type(value) is float else _converted(name, value)
+    return number if abs(number) <= LARGEST_VALUE else math.nan
+
+
+def _converted(name: Hashable, value: Any) -> float:
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        return math.nan if is_missing(value) else float(value)
+    except OverflowError:
+        return math.nan
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"{name!r} is a {type(value).__name__} ({value!r:.40}): give numbers; turn categories "
+            "into numbers first, by river.preprocessing.OneHotEncoder for one"
+        ) from None
+
+
+def _order(name: Hashable) -> tuple[str, str]:
+    """A key by which names of any type can be sorted."""
+    return type(name).__name__, str(name)
+
+
+def _imputed(learner: OnlineLearner, rows: Floats) -> Tensor:
+    """Rows as a tensor, with the running means where a value is missing."""
+    x = torch.from_numpy(rows)
+    if learner.scaling.x is None:
+        return torch.nan_to_num(x)
+    return torch.where(torch.isnan(x), learner.scaling.x.shift, x)
+
+
+def _to_numpy(node: Any) -> Any:
+    """A state with arrays of its own in the place of tensors.
+
+    They keep the tensors' order of dimensions in memory: with another one products would be
+    rounded differently, and the model that goes on would not be the same to the last bit.
+    """
+    if isinstance(node, Tensor):
+        return np.array(node.detach().cpu().numpy())
+    if isinstance(node, dict):
+        return {key: _to_numpy(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(_to_numpy(value) for value in node)
+    return node
+
+
+def _to_torch(node: Any) -> Any:
+    """Undo `_to_numpy`."""
+    if isinstance(node, np.ndarray):
+        return torch.from_numpy(node.copy(order="K"))
+    if isinstance(node, dict):
+        return {key: _to_torch(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return type(node)(_to_torch(value) for value in node)
+    return node
