@@ -98,7 +98,6 @@ class _RowEstimator(base.Estimator):
     def _learn(self, x: Row, y: Mapping[Hashable, float], w: float) -> NDArray[np.float64] | None:
         """Learn from a row of which at least one target is there; what had been predicted."""
         weight = as_weight(w)
-        values = {name: as_number(name, value) for name, value in x.items()}
         missing = sum(map(math.isnan, y.values()))
         if weight == 0:
             return None
@@ -106,12 +105,7 @@ class _RowEstimator(base.Estimator):
         if missing == len(y):
             return None
         self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
-        return self._model.learn(values, y, weight)
-
-    def _matrix(self, x: Row) -> NDArray[np.float64]:
-        """A row in the model's columns, (1, p)."""
-        known = {n: as_number(n, v) for n, v in x.items() if n in self._model.features}
-        return self._model.matrix(known, np.array([list(known.values())]))
+        return self._model.learn(x, y, weight)
 
 
 class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
@@ -187,12 +181,12 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
 
     def predict_one(self, x: Row, with_dist: bool = False) -> Any:
         """Prediction for a row, 0 before any learning; a Gaussian if asked for."""
-        rows = self._matrix(x)
+        row = self._model.read(x)
         if not self._model.outputs:
             return _gaussian(0.0, 1.0) if with_dist else 0.0
         if not with_dist:
-            return float(self._model.predict(rows)[0, 0])
-        mean, variance = self._model.predict_dist(rows)
+            return float(self._model.predict_row(row)[0])
+        mean, variance = self._model.predict_dist(row[None])
         return _gaussian(float(mean[0, 0]), float(variance[0, 0]))
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
@@ -239,12 +233,11 @@ class KalmanHeadMultiTargetRegressor(_RowEstimator, base.MultiTargetRegressor):
 
     def predict_one(self, x: Row, with_dist: bool = False) -> dict[Any, Any]:
         """Predictions by target; of the targets seen so far, so none before any learning."""
-        rows = self._matrix(x)
+        row = self._model.read(x)
         if not with_dist:
-            return dict(
-                zip(self._model.outputs, self._model.predict(rows)[0].tolist(), strict=True)
-            )
-        mean, variance = self._model.predict_dist(rows)
+            outputs = self._model.predict_row(row).tolist()
+            return dict(zip(self._model.outputs, outputs, strict=True))
+        mean, variance = self._model.predict_dist(row[None])
         pairs = zip(mean[0].tolist(), variance[0].tolist(), strict=True)
         return {
             name: _gaussian(*pair) for name, pair in zip(self._model.outputs, pairs, strict=True)
@@ -311,7 +304,8 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
     def predict_proba_one(self, x: Row, **kwargs: Any) -> dict[Any, float]:
         """Probability of each class seen so far; none before any learning."""
-        probabilities = self._probabilities(self._matrix(x))[0]
+        means = self._model.predict_row(self._model.read(x))
+        probabilities = self._slope(means[None])[0]
         return dict(zip(self._model.outputs, probabilities.tolist(), strict=True))
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:

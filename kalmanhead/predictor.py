@@ -52,10 +52,6 @@ class Predictor(nn.Module):
         mean = self.scaling.unscale_targets(scaled.mean)
         return Predictive(mean, self.scaling.unscale_spread(scaled.scale), scaled.dof)
 
-    def features(self, x: Tensor) -> Tensor:
-        """Features that the head sees of inputs in their own units."""
-        return self._features(self._scaled_x(x))
-
     @property
     def parts(self) -> list[Head | Averaging]:
         """All that knows of scaled units."""

@@ -12,18 +12,19 @@ the constant, K heads of a group, k outputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import erf
-from torch import Tensor
+from scipy.linalg.blas import dger
 
 from kalmanhead.backbones import MLP
 from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import SIZING_ROWS, Group
+from kalmanhead.layout import target_weights
 from kalmanhead.learner import OnlineLearner
+from kalmanhead.row_layers import Layers, descend
 from kalmanhead.scaling import LARGEST_INPUT, LARGEST_TARGET
 
 Floats = NDArray[np.float64]
@@ -55,6 +56,7 @@ class GroupRows:
         if self.remembers:
             self.spread = group.posterior.spread.numpy()
             heads, d = self.spread.shape[:2]
+            self.spreads = [spread.T for spread in self.spread]  # in BLAS's order
             self.diagonal = self.spread.reshape(heads, d * d)[:, :: d + 1]
             self.kept = 1 - self.eta[:, :, None]
         self.size(power)
@@ -96,61 +98,24 @@ class GroupRows:
         scale = (leverage + 1 / weight)[:, None]
         self.mean += innovation[:, :, None] * (gain / scale)[:, None, :]
         gain /= np.sqrt(scale)
-        # As a product with itself, the correction is symmetric to the last bit.
-        self.spread -= gain[:, :, None] * gain[:, None, :]
+        for spread, own in zip(self.spreads, gain, strict=True):
+            dger(-1.0, own, own, a=spread, overwrite_a=1)
         return np.asarray(leverage)
 
 
-class Layers:
-    """An MLP of one or several models side by side, on single rows.
+class Noted(NamedTuple):
+    """A row that was learnt from, for the parts of the learner that take note of it later."""
 
-    Parameters
-    ----------
-    models:
-        Of the same sizes. Their parameters are moved into common memory.
-    """
-
-    def __init__(self, models: list[MLP]) -> None:
-        self.weights, self.biases = [], []
-        for layers in zip(*(model.layers for model in models), strict=True):
-            self.weights.append(_together([layer.weight for layer in layers]))
-            self.biases.append(_together([layer.bias for layer in layers]))
-
-    def __call__(self, z: Floats) -> Floats:
-        """Features of scaled inputs, (p,) -> (m, width); the activation is gelu."""
-        a = self.weights[0] @ z + self.biases[0]
-        a *= erf(a * math.sqrt(0.5)) + 1
-        for weight, bias in zip(self.weights[1:], self.biases[1:], strict=True):
-            a = (weight @ a[:, :, None])[:, :, 0]
-            a *= 0.5
-            a += bias
-            a *= erf(a * math.sqrt(0.5)) + 1
-        a *= 0.5
-        return np.asarray(a)
+    row: Floats
+    target: Floats
+    weight: float
+    scaled: Floats  # targets, (k,)
+    innovation: Floats  # of each head awake, (heads, k)
+    leverage: Floats  # (heads,)
+    outputs: Floats  # as they were foreseen by the newest and the averaged model, (m, k)
 
 
-@dataclass
-class Pending:
-    """What rows said that the learner has not taken note of yet; one entry a row in each list.
-
-    The scales have taken note of a stream's first row at once: `rows` and `targets` are without.
-    """
-
-    rows: list[Floats] = field(default_factory=list)
-    targets: list[Floats] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    scaled: list[Floats] = field(default_factory=list)
-    innovations: list[Floats] = field(default_factory=list)
-    leverages: list[Floats] = field(default_factory=list)
-    forecasts: list[Floats] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        """How many rows."""
-        return len(self.weights)
-
-
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """A row that was predicted: if it is learnt from next, nothing need be computed again."""
 
     row: Floats
@@ -170,7 +135,7 @@ class RowKernel:
         What an earlier kernel of this learner had not settled yet.
     """
 
-    def __init__(self, learner: OnlineLearner, pending: Pending | None = None) -> None:
+    def __init__(self, learner: OnlineLearner, pending: list[Noted] | None = None) -> None:
         self.learner = learner
         assert isinstance(learner.head, HeadBank)
         self.bank = learner.head
@@ -180,7 +145,7 @@ class RowKernel:
         mlps = [model for model in models if isinstance(model, MLP)]
         self.layers = Layers(mlps) if mlps else None
         self.models = len(models)
-        self.pending = Pending() if pending is None else pending
+        self.pending = [] if pending is None else pending
         self._seen: _Seen | None = None
         self._follow()
 
@@ -205,94 +170,129 @@ class RowKernel:
         prediction = self.predict(row)
         seen = self._seen
         assert seen is not None
-        scaled = target
-        if self.unit is not None:
-            scaled = (target - self.center) / self.unit
-            np.clip(scaled, -LARGEST_TARGET, LARGEST_TARGET, out=scaled)
+        scaled = self._scaled_targets(target)
         missing = np.isnan(scaled)
-        phi, innovations, leverages = seen.phi[0], [], []
+        phi = seen.phi[0]
         if self.bank.rows_seen < SIZING_ROWS:
             self._size(phi, weight)
         if first:
             for group in self.awake:
                 group.start()
+        innovations, leverages = [], []
         for group, forecast in zip(self.awake, seen.forecasts, strict=True):
             innovation = scaled - forecast
             if missing.any():
                 innovation[:, missing] = 0.0
             innovations.append(innovation)
             leverages.append(group.condition(phi, innovation, weight))
+        several = len(leverages) > 1
+        self.pending.append(
+            Noted(
+                row,
+                target,
+                weight,
+                scaled,
+                np.concatenate(innovations) if several else innovations[0],
+                np.concatenate(leverages) if several else leverages[0],
+                seen.outputs,
+            )
+        )
         self._seen = None
-        self.learner.batches += 1
-        held = self.pending
-        if not first:
-            held.rows.append(row)
-            held.targets.append(target)
-        held.weights.append(weight)
-        held.scaled.append(scaled)
-        held.innovations.append(np.concatenate(innovations))
-        held.leverages.append(np.concatenate(leverages))
-        held.forecasts.append(seen.outputs)
-        if len(held) >= min(MOST_PENDING, 1 + self.learner.batches // ROWS_FOR_ONE):
+        vars(self.learner)["batches"] += 1  # a module's own way of setting costs 5 us
+        if len(self.pending) >= min(MOST_PENDING, 1 + self.learner.batches // ROWS_FOR_ONE):
             self._settle()
         return np.zeros_like(target) if first else prediction
 
     def _settle(self) -> None:
         """Let the learner's parts take note of the rows since the last time."""
-        held, self.pending = self.pending, Pending()
-        weight = torch.tensor(held.weights, dtype=torch.float64)
-        scaled = torch.from_numpy(np.array(held.scaled))
-        seen = (~torch.isnan(scaled)).to(torch.float64) * weight[:, None]
-        self.bank.take_note(
-            torch.from_numpy(np.stack(held.innovations, 1)),
-            torch.from_numpy(np.stack(held.leverages, 1)),
-            seen,
-            self.awake_flags,
+        rows, targets, weights, scaled, innovation, leverage, outputs = (
+            torch.from_numpy(np.array(values)) for values in zip(*self.pending, strict=True)
         )
-        learner, plain = self.learner, bool((weight == 1).all())
-        if held.rows:  # else it is the stream's first, of which nothing could be foreseen
-            if learner.average is not None:
-                newest, average = torch.from_numpy(np.stack(held.forecasts, 1))
-                learner.average.score(newest, average, scaled, None if plain else weight)
-            learner.scaling.follow(
-                torch.from_numpy(np.array(held.rows)),
-                torch.from_numpy(np.array(held.targets)),
-                None if plain else weight,
-                learner.parts,
-                skip=learner.leads_with_inputs,
-                express=True,
-            )
-        self._follow()
+        self.pending = []
+        learner, bank = self.learner, self.bank
+        weight = None if bool((weights == 1).all()) else weights
+        with torch.inference_mode(False), torch.no_grad():
+            first = bank.rows_seen == 0
+            seen = target_weights(scaled, weight, -1)
+            bank.take_note(innovation.transpose(0, 1), leverage.mT, seen, self.awake_flags)
+            if not first:  # of which nothing could be foreseen, and the scales are taken already
+                if learner.average is not None:
+                    learner.average.score(outputs[:, 0], outputs[:, -1], scaled, weight)
+                skip = learner.leads_with_inputs
+                learner.scaling.follow(
+                    rows, targets, weight, learner.parts, skip=skip, express=True
+                )
+            self._follow()
 
     def settle(self) -> None:
         """Leave nothing pending, as a learner that is to be changed from outside must be."""
-        if len(self.pending):
+        if self.pending:
             self._settle()
         self.bank.remix()
 
-    def follow_backbone(self) -> None:
-        """Follow a step of the backbone, with the average if there is one."""
-        if self.learner.average is not None:
-            self.bank.remix()
-            self.learner.average.follow(self.learner.backbone, self.bank)
-            self.average_weight = self.learner.average.weight.numpy()
+    def step_backbone(self, rows: Floats, targets: Floats, weights: Floats) -> None:
+        """One gradient step on rows (n, p), targets (n, k) and weights (n,); then the average's.
+
+        The loss is `squared_loss`, at today's scales and at the driver's W of today.
+
+        Raises
+        ------
+        NumericalError
+            The backbone has diverged; it stays as it was.
+        """
+        optimizer = self.learner.optimizer
+        if self.layers is None or optimizer is None:
+            return
+        z, y = self._scaled(rows), self._scaled_targets(targets)
+        h, passed = self.layers.forward(z)
+        driver = self.bank.groups[self.bank.driving].posterior.mean[0].numpy()
+        tail = driver[:, -h.shape[1] :]
+        outputs = h @ tail.T + driver[:, 0]
+        if self.learner.skip:
+            outputs += z @ driver[:, 1 : 1 + z.shape[1]].T
+        missing = np.isnan(y)
+        error = np.where(missing, 0.0, outputs - y)
+        error *= 2 * weights[:, None] / max(1, missing.size - int(missing.sum()))
+        with np.errstate(over="ignore", invalid="ignore"):  # `descend` names it
+            gradients = self.layers.backward(passed, error @ tail)
+        descend(optimizer, gradients, self.learner.clip)
         self._seen = None
+        if self.learner.average is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.bank.remix()
+                self.learner.average.follow(self.learner.backbone, self.bank)
+            self.average_weight = self.learner.average.weight.numpy()
+
+    def _scaled(self, rows: Floats) -> Floats:
+        """Rows in standardised units, (p,) or (n, p); what is missing is 0 there, the mean."""
+        z = (rows - self.shift) * self.steepness
+        np.maximum(z, -LARGEST_INPUT, out=z)
+        np.minimum(z, LARGEST_INPUT, out=z)
+        if math.isnan(z.sum()):
+            z[np.isnan(z)] = 0.0
+        return np.asarray(z)
+
+    def _scaled_targets(self, targets: Floats) -> Floats:
+        """Targets in standardised units, held within a million deviations."""
+        if self.unit is None:
+            return targets
+        scaled = (targets - self.center) / self.unit
+        np.maximum(scaled, -LARGEST_TARGET, out=scaled)
+        np.minimum(scaled, LARGEST_TARGET, out=scaled)
+        return np.asarray(scaled)
 
     def _begin(self, row: Floats, target: Floats) -> None:
         """Take the first scales from the first row, as nothing is known of them before."""
         x, y = torch.from_numpy(row)[None], torch.from_numpy(target)[None]
         learner = self.learner
-        learner.scaling.begin(x, y)
-        learner.scaling.follow(x, y, None, learner.parts, skip=False, express=False)
+        with torch.inference_mode(False):
+            learner.scaling.begin(x, y)
+            learner.scaling.follow(x, y, None, learner.parts, skip=False, express=False)
         self._follow()
 
     def _foresee(self, row: Floats) -> _Seen:
         """Features and forecasts of a row."""
-        z = (row - self.shift) * self.steepness
-        np.maximum(z, -LARGEST_INPUT, out=z)
-        np.minimum(z, LARGEST_INPUT, out=z)
-        if math.isnan(z.sum()):
-            z[np.isnan(z)] = 0.0
+        z = self._scaled(row)
         p, skip = len(z), self.learner.skip
         phi = np.empty((self.models, self.bank.in_features + 1))
         phi[:, 0] = 1.0
@@ -314,7 +314,7 @@ class RowKernel:
 
     def _size(self, phi: Floats, weight: float) -> None:
         """Let the size of the features follow, as `next_power` does."""
-        seen = self.bank.rows_seen + sum(self.pending.weights)
+        seen = self.bank.rows_seen + sum(noted.weight for noted in self.pending)
         if seen >= SIZING_ROWS or len(phi) == 1:
             return
         now = float(np.square(phi[1:]).max())
@@ -346,11 +346,3 @@ class RowKernel:
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()
             self.average_weight = learner.average.weight.numpy()
-
-
-def _together(parameters: list[Tensor]) -> Floats:
-    """Parameters of several models, moved into one array; they keep sharing its memory."""
-    common = torch.stack([parameter.detach() for parameter in parameters])
-    for i, parameter in enumerate(parameters):
-        parameter.data = common[i]
-    return common.numpy()

@@ -23,11 +23,10 @@ from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import DEFAULT_GRID, Grid
 from kalmanhead.batch import LARGEST_VALUE
 from kalmanhead.errors import ConfigError
-from kalmanhead.guard import squared_loss
 from kalmanhead.learner import OnlineLearner
-from kalmanhead.optimizers import adam, descend, sgd
+from kalmanhead.optimizers import adam, sgd
 from kalmanhead.row_growth import grown
-from kalmanhead.row_kernel import Pending, RowKernel
+from kalmanhead.row_kernel import Noted, RowKernel
 
 State = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -117,15 +116,6 @@ class RowConfig:
         return {block: ((lam, eta if self.eta is None else self.eta),)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row that waits for the backbone's next step, in its own units."""
-
-    x: Floats
-    y: Floats
-    weight: float
-
-
 class RowModel:
     """A learner of rows whose columns are known by name.
 
@@ -161,7 +151,8 @@ class RowModel:
         self.features: dict[Hashable, int] = {}
         self.outputs: dict[Hashable, int] = {}
         self.kernel: RowKernel | None = None
-        self.waiting: list[_Row] = []
+        # Rows in their own units, targets and weights that wait for the backbone's next step.
+        self.waiting: list[tuple[Floats, Floats, float]] = []
         self.values_missing = 0
         config.build(1, 1, one_hot)  # refuses bad options before any data come
 
@@ -188,9 +179,9 @@ class RowModel:
                 group["lr"] = lr
 
     def learn(
-        self, x: Mapping[Hashable, float], y: Mapping[Hashable, float], weight: float
+        self, x: Mapping[Hashable, Any], y: Mapping[Hashable, float], weight: float
     ) -> Floats:
-        """Learn from one row; NaN is a value or a target that is missing.
+        """Learn from one row; None, NaN or infinity in x and NaN in y are missing.
 
         At least one target must be there, and the weight positive.
 
@@ -201,34 +192,45 @@ class RowModel:
 
         Raises
         ------
+        ConfigError
+            A value is no number; nothing was learnt.
         NumericalError
             The backbone has diverged: the rows that waited for its step are left out of it.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        row = self._plain(x)
+        if row is None:
+            values = {name: as_number(name, value) for name, value in x.items()}
             kernel = self._make_room(x.keys(), y.keys())
-            row = self.place(x)
-            target = np.full(len(self.outputs), 0.0 if self.one_hot else math.nan)
-            for name, value in y.items():
-                target[self.outputs[name]] = value
-            forecast = kernel.learn(row, target, weight)
-            self.values_missing += sum(map(math.isnan, x.values()))
-            if kernel.learner.trained:
-                self.waiting.append(_Row(row, target, weight))
-                if len(self.waiting) >= self.every:
-                    self._step_backbone(kernel)
+            row = self._place(values)
+            self.values_missing += sum(map(math.isnan, values.values()))
+        else:
+            kernel = self._make_room((), y.keys())
+        target = np.full(len(self.outputs), 0.0 if self.one_hot else math.nan)
+        for name, value in y.items():
+            target[self.outputs[name]] = value
+        forecast = kernel.learn(row, target, weight)
+        if kernel.learner.trained:
+            self.waiting.append((row, target, weight))
+            if len(self.waiting) >= self.every:
+                self._step_backbone(kernel)
         return forecast
 
-    def place(self, x: Mapping[Hashable, float]) -> Floats:
-        """A row's values in the model's columns, (p,); unknown names drop."""
-        row = self._empty(1)[0]
-        for name, value in x.items():
-            column = self.features.get(name)
-            if column is not None:
-                row[column] = value
+    def read(self, x: Mapping[Hashable, Any]) -> Floats:
+        """A row's values in the model's columns, (p,); unknown names drop.
+
+        Raises
+        ------
+        ConfigError
+            A value of a known name is no number.
+        """
+        row = self._plain(x)
+        if row is None:
+            known = self.features.keys() & x.keys()
+            row = self._place({name: as_number(name, x[name]) for name in known})
         return row
 
     def predict_row(self, row: Floats) -> Floats:
-        """Predicted outputs (k,) of a row (p,) as `place` makes it; changes nothing."""
+        """Predicted outputs (k,) of a row (p,) as `read` makes it; changes nothing."""
         if self.kernel is None:
             return np.zeros(len(self.outputs))
         return self.kernel.predict(row)
@@ -269,8 +271,7 @@ class RowModel:
         kernel = state.pop("kernel")
         state["config"] = dataclasses.asdict(self.config)
         state["learnt"] = None if kernel is None else _to_numpy(kernel.learner.state())
-        state["pending"] = None if kernel is None else vars(kernel.pending)
-        state["waiting"] = [(row.x, row.y, row.weight) for row in self.waiting]
+        state["pending"] = None if kernel is None else [tuple(row) for row in kernel.pending]
         return state
 
     def __setstate__(self, state: State) -> None:
@@ -279,14 +280,12 @@ class RowModel:
         learnt, pending = state.pop("learnt"), state.pop("pending")
         vars(self).update(state)
         self.config = RowConfig(**state["config"])
-        self.waiting = [_Row(*row) for row in state["waiting"]]
         self.kernel = None
         if learnt is not None:
             with torch.inference_mode(False):
                 learner = self._fresh()
                 learner.load_state(_to_torch(learnt))
-                held = Pending(**{name: list(values) for name, values in pending.items()})
-                self.kernel = RowKernel(learner, held)
+                self.kernel = RowKernel(learner, [Noted(*row) for row in pending])
 
     def _fresh(self) -> OnlineLearner:
         return self.config.build(max(len(self.features), 1), len(self.outputs), self.one_hot)
@@ -295,27 +294,50 @@ class RowModel:
         self, features: Collection[Hashable], outputs: Collection[Hashable]
     ) -> RowKernel:
         """Give new names their places, and the learner the size for them."""
-        known = self.features.keys() >= features and self.outputs.keys() >= outputs
+        known = self.features.keys() >= set(features) and self.outputs.keys() >= outputs
         if self.kernel is not None and known:
             return self.kernel
         before = max(len(self.features), 1)
         for names, places in ((features, self.features), (outputs, self.outputs)):
             for name in sorted((n for n in names if n not in places), key=_order):
                 places[name] = len(places)
-        fresh = self._fresh()
-        if self.kernel is not None:
-            self.kernel.settle()
-            old = self.kernel.learner
-            seen = float(old.batches) if self.absent == "zero" else 0.0
-            after = max(len(self.features), 1)
-            fresh.load_state(grown(old, fresh, before, after, seen))
-            if fresh.leads_with_inputs and after > before:
-                # P is widened by the prior, in the power of the features that the head has seen.
-                new = torch.arange(after) >= before
-                for part in fresh.parts:
-                    part.forget_inputs(new)
-        self.kernel = RowKernel(fresh)
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = self._fresh()
+            if self.kernel is not None:
+                self.kernel.settle()
+                self._grow(self.kernel.learner, fresh, before)
+            self.kernel = RowKernel(fresh)
         return self.kernel
+
+    def _grow(self, old: OnlineLearner, fresh: OnlineLearner, before: int) -> None:
+        """Go on in a learner of more inputs than `before`, or more outputs."""
+        seen = float(old.batches) if self.absent == "zero" else 0.0
+        after = max(len(self.features), 1)
+        fresh.load_state(grown(old, fresh, before, after, seen))
+        if fresh.leads_with_inputs and after > before:
+            # P is widened by the prior, in the power of the features that the head has seen.
+            for part in fresh.parts:
+                part.forget_inputs(torch.arange(after) >= before)
+
+    def _plain(self, x: Mapping[Hashable, Any]) -> Floats | None:
+        """Values in the model's columns if they are just what is known, and all finite numbers."""
+        if len(x) != len(self.features) or not x:
+            return None
+        try:
+            row = np.array([x[name] for name in self.features])
+        except (KeyError, ValueError, OverflowError):
+            return None
+        if row.dtype.kind not in "fiub" or row.ndim != 1:
+            return None
+        row = row.astype(np.float64, copy=False)
+        return row if float(row @ row) <= LARGEST_VALUE**2 else None
+
+    def _place(self, values: Mapping[Hashable, float]) -> Floats:
+        """Values in the model's columns, (p,), all of whose names are known."""
+        row = self._empty(1)[0]
+        for name, value in values.items():
+            row[self.features[name]] = value
+        return row
 
     def _empty(self, count: int) -> Floats:
         """Rows of which nothing is known, (count, p); a model without any name has one column."""
@@ -325,22 +347,11 @@ class RowModel:
     def _step_backbone(self, kernel: RowKernel) -> None:
         """One gradient step on the rows that wait, in today's scales and at today's W."""
         waiting, self.waiting = self.waiting, []
-        learner = kernel.learner
         x = self._empty(len(waiting))
         y = np.full((len(waiting), len(self.outputs)), 0.0 if self.one_hot else math.nan)
-        for i, row in enumerate(waiting):  # names may have come since
-            x[i, : len(row.x)], y[i, : len(row.y)] = row.x, row.y
-        weights = [row.weight for row in waiting]
-        weight = None
-        if any(w != 1.0 for w in weights):
-            weight = torch.tensor(weights, dtype=torch.float64)
-        targets = learner.scaling.scale_targets(torch.from_numpy(y))
-        with torch.enable_grad():
-            phi = learner.features(_imputed(learner, x))
-            loss = squared_loss(learner.head.for_gradient(phi), targets, weight)
-            if loss is not None and learner.optimizer is not None:
-                descend(learner.optimizer, loss, learner.trained, learner.clip)
-        kernel.follow_backbone()
+        for i, (row, target, _) in enumerate(waiting):  # names may have come since
+            x[i, : len(row)], y[i, : len(target)] = row, target
+        kernel.step_backbone(x, y, np.array([weight for *_, weight in waiting]))
 
 
 def is_missing(value: Any) -> bool:

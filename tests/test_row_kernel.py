@@ -1,5 +1,6 @@
 """Row by row in numpy: the same as the learner's own torch path, to rounding."""
 
+import copy
 import math
 
 import numpy as np
@@ -7,7 +8,13 @@ import pytest
 import torch
 
 from kalmanhead import row_kernel
+from kalmanhead.backbones import MLP
+from kalmanhead.errors import NumericalError
+from kalmanhead.guard import squared_loss
+from kalmanhead.optimizers import adam, sgd
+from kalmanhead.optimizers import descend as torch_descend
 from kalmanhead.row_kernel import RowKernel
+from kalmanhead.row_layers import Layers, descend
 from kalmanhead.row_model import RowConfig
 
 CONFIGS = {
@@ -47,11 +54,10 @@ def test_the_same_as_the_learner(name, k, monkeypatch):
         for group in () if learner.optimizer is None else learner.optimizer.param_groups:
             group["lr"] = 0.0
     kernel = RowKernel(inner)
-    for x, y, weight in rows(250, k):
+    for x, y, weight in rows(120, k):
         theirs = plain.step(*(torch.tensor(v)[None] for v in (x, y)), torch.tensor([weight]))
         ours = kernel.learn(x, y, weight)
-        if kernel.learner.average is not None:
-            kernel.follow_backbone()
+        kernel.step_backbone(x[None], y[None], np.array([weight]))
         np.testing.assert_allclose(ours, theirs[0], rtol=1e-7, atol=1e-7)
     kernel.settle()
     for ours, theirs in zip(inner.head.groups, plain.head.groups, strict=True):
@@ -92,7 +98,9 @@ def test_rows_are_settled_one_by_one_at_the_start_and_by_the_score_later():
     assert max(held[:31]) == 0
     assert 0 < max(held[:200]) <= 7
     assert max(held) == row_kernel.MOST_PENDING - 1
-    assert kernel.bank.rows_seen + sum(kernel.pending.weights) == sum(w for *_, w in rows(3000, 1))
+    assert kernel.bank.rows_seen + sum(noted.weight for noted in kernel.pending) == sum(
+        w for *_, w in rows(3000, 1)
+    )
 
 
 def test_covariances_stay_symmetric_and_positive():
@@ -106,3 +114,52 @@ def test_covariances_stay_symmetric_and_positive():
         spread = group.posterior.spread
         assert torch.equal(spread, spread.mT)
         assert (torch.linalg.eigvalsh(spread) > 0).all()
+
+
+@pytest.mark.parametrize("make", [adam(1e-2), sgd(1e-2)])
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_gradients_and_steps_are_those_of_torch(make, clip, depth):
+    ours = MLP(4, width=6, depth=depth, seed=0).double()
+    theirs = copy.deepcopy(ours)
+    layers = Layers([ours])
+    optimizers = make(ours.parameters()), make(theirs.parameters())
+    w = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double()
+    for x, *_ in rows(8, 1):
+        z = torch.tensor(np.stack([x, -x, x**2])) / 10
+        h, passed = layers.forward(z.numpy())
+        np.testing.assert_allclose(layers(z[1].numpy())[0], h[1], rtol=1e-12)
+        phi = theirs(z)
+        np.testing.assert_allclose(h, phi.detach(), rtol=1e-9, atol=1e-12)
+        loss = squared_loss(phi @ w, torch.ones(3, 2).double(), None)
+        torch_descend(optimizers[1], loss, list(theirs.parameters()), clip)
+        error = 2 * (h @ w.numpy() - 1) / 6
+        descend(optimizers[0], layers.backward(passed, error @ w.numpy().T), clip)
+    for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-9)
+    mine, other = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert {k: v.keys() for k, v in mine.items()} == {k: v.keys() for k, v in other.items()}
+
+
+def test_a_backbone_that_diverges_is_named_and_stays():
+    learner = build("bank", 1)
+    kernel = RowKernel(learner)
+    for x, y, weight in rows(5, 1):
+        kernel.learn(x, y, weight)
+    before = copy.deepcopy(learner.backbone.state_dict())
+    learner.head.groups[learner.head.driving].posterior.mean.mul_(1e300)
+    with pytest.raises(NumericalError, match="lower the learning rate"):
+        kernel.step_backbone(x[None] * 1e9, y[None], np.ones(1))
+    torch.testing.assert_close(dict(learner.backbone.state_dict()), dict(before))
+
+
+def test_models_side_by_side_share_memory_with_torch():
+    models = [MLP(3, width=4, seed=seed).double() for seed in (0, 1)]
+    layers = Layers(models)
+    z = np.array([0.1, -2.0, 3.0])
+    for model, features in zip(models, layers(z), strict=True):
+        np.testing.assert_allclose(features, model(torch.tensor(z)[None])[0].detach(), rtol=1e-12)
+    with torch.no_grad():
+        models[1].layers[0].weight.zero_()
+        models[1].layers[0].bias.zero_()
+    np.testing.assert_allclose(layers(z)[1], models[1](torch.tensor(z)[None])[0].detach())
