@@ -150,8 +150,12 @@ class RowKernel:
         self._follow()
 
     def predict(self, row: Floats) -> Floats:
-        """Outputs in their own units, (p,) -> (k,); NaN in a row is its column's mean."""
-        if self._seen is None or not (self._seen.row == row).all():
+        """Outputs in their own units, (p,) -> (k,); NaN in a row is its column's mean.
+
+        If the same array is learnt from next, its features are not computed again: leave it as
+        it is.
+        """
+        if self._seen is None or self._seen.row is not row:
             self._seen = self._foresee(row)
         outputs = self._seen.outputs
         mixed = outputs[0]
@@ -171,7 +175,7 @@ class RowKernel:
         seen = self._seen
         assert seen is not None
         scaled = self._scaled_targets(target)
-        missing = np.isnan(scaled)
+        some_missing = math.isnan(np.vdot(scaled, scaled))
         phi = seen.phi[0]
         if self.bank.rows_seen < SIZING_ROWS:
             self._size(phi, weight)
@@ -181,8 +185,8 @@ class RowKernel:
         innovations, leverages = [], []
         for group, forecast in zip(self.awake, seen.forecasts, strict=True):
             innovation = scaled - forecast
-            if missing.any():
-                innovation[:, missing] = 0.0
+            if some_missing:
+                innovation[:, np.isnan(scaled)] = 0.0
             innovations.append(innovation)
             leverages.append(group.condition(phi, innovation, weight))
         several = len(leverages) > 1
@@ -255,20 +259,19 @@ class RowKernel:
         error *= 2 * weights[:, None] / max(1, missing.size - int(missing.sum()))
         with np.errstate(over="ignore", invalid="ignore"):  # `descend` names it
             gradients = self.layers.backward(passed, error @ tail)
-        descend(optimizer, gradients, self.learner.clip)
         self._seen = None
-        if self.learner.average is not None:
-            with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            descend(optimizer, gradients, self.learner.clip)
+            if self.learner.average is not None:
                 self.bank.remix()
                 self.learner.average.follow(self.learner.backbone, self.bank)
-            self.average_weight = self.learner.average.weight.numpy()
+                self.average_weight = self.learner.average.weight.numpy()
 
     def _scaled(self, rows: Floats) -> Floats:
         """Rows in standardised units, (p,) or (n, p); what is missing is 0 there, the mean."""
         z = (rows - self.shift) * self.steepness
-        np.maximum(z, -LARGEST_INPUT, out=z)
-        np.minimum(z, LARGEST_INPUT, out=z)
-        if math.isnan(z.sum()):
+        if not np.vdot(z, z) <= LARGEST_INPUT**2:  # seldom: some value is too large or missing
+            np.clip(z, -LARGEST_INPUT, LARGEST_INPUT, out=z)
             z[np.isnan(z)] = 0.0
         return np.asarray(z)
 
@@ -277,8 +280,8 @@ class RowKernel:
         if self.unit is None:
             return targets
         scaled = (targets - self.center) / self.unit
-        np.maximum(scaled, -LARGEST_TARGET, out=scaled)
-        np.minimum(scaled, LARGEST_TARGET, out=scaled)
+        if not np.vdot(scaled, scaled) <= LARGEST_TARGET**2:
+            np.clip(scaled, -LARGEST_TARGET, LARGEST_TARGET, out=scaled)
         return np.asarray(scaled)
 
     def _begin(self, row: Floats, target: Floats) -> None:
@@ -305,9 +308,12 @@ class RowKernel:
         newest = phi[0]
         forecasts = [group.forecasts(newest) for group in self.awake]
         outputs = np.empty((self.models, self.bank.out_features))
-        outputs[0] = self.rest @ newest
-        for group, forecast in zip(self.awake, forecasts, strict=True):
-            outputs[0] += (group.shares * forecast).sum(0)
+        if self.rest is None and len(forecasts) == 1:
+            outputs[0] = (self.awake[0].shares * forecasts[0]).sum(0)
+        else:
+            outputs[0] = 0.0 if self.rest is None else self.rest @ newest
+            for group, forecast in zip(self.awake, forecasts, strict=True):
+                outputs[0] += (group.shares * forecast).sum(0)
         if self.models == 2:
             outputs[1] = self.average_weight @ phi[1]
         return _Seen(row, phi, forecasts, outputs)
@@ -329,12 +335,15 @@ class RowKernel:
         shares = bank.shares.numpy()
         starts = np.cumsum([0] + [len(group) for group in bank.groups])
         self.awake_flags = bank.tending.awake(bank.batches)
-        self.awake, self.rest = [], np.zeros((bank.out_features, bank.in_features + 1))
+        self.awake: list[GroupRows] = []
+        self.rest: Floats | None = None  # W of all that sleep, (k, D)
+        if not all(self.awake_flags):
+            self.rest = np.zeros((bank.out_features, bank.in_features + 1))
         for group, up, start in zip(bank.groups, self.awake_flags, starts, strict=False):
             part = shares[start : start + len(group)]
             if up:
                 self.awake.append(GroupRows(group, part, bank.power))
-            else:
+            elif self.rest is not None:
                 mean = group.posterior.mean.numpy()
                 self.rest[:, : group.width] += (part[:, :, None] * mean).sum(0)
         self._seen = None

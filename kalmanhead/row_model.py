@@ -154,6 +154,7 @@ class RowModel:
         # Rows in their own units, targets and weights that wait for the backbone's next step.
         self.waiting: list[tuple[Floats, Floats, float]] = []
         self.values_missing = 0
+        self._last: tuple[list[Any], Floats] = [], np.empty(0)
         config.build(1, 1, one_hot)  # refuses bad options before any data come
 
     @property
@@ -269,6 +270,7 @@ class RowModel:
         """Plain values and numpy arrays; no optimiser, no module, no function."""
         state = dict(vars(self))
         kernel = state.pop("kernel")
+        state.pop("_last")
         state["config"] = dataclasses.asdict(self.config)
         state["learnt"] = None if kernel is None else _to_numpy(kernel.learner.state())
         state["pending"] = None if kernel is None else [tuple(row) for row in kernel.pending]
@@ -280,7 +282,7 @@ class RowModel:
         learnt, pending = state.pop("learnt"), state.pop("pending")
         vars(self).update(state)
         self.config = RowConfig(**state["config"])
-        self.kernel = None
+        self.kernel, self._last = None, ([], np.empty(0))
         if learnt is not None:
             with torch.inference_mode(False):
                 learner = self._fresh()
@@ -324,13 +326,19 @@ class RowModel:
         if len(x) != len(self.features) or not x:
             return None
         try:
-            row = np.array([x[name] for name in self.features])
-        except (KeyError, ValueError, OverflowError):
+            values = [x[name] for name in self.features]
+            if values == self._last[0]:  # a row is predicted and then learnt from
+                return self._last[1]
+            row = np.array(values)
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
         if row.dtype.kind not in "fiub" or row.ndim != 1:
             return None
         row = row.astype(np.float64, copy=False)
-        return row if float(row @ row) <= LARGEST_VALUE**2 else None
+        if not float(row @ row) <= LARGEST_VALUE**2:
+            return None
+        self._last = values, row
+        return row
 
     def _place(self, values: Mapping[Hashable, float]) -> Floats:
         """Values in the model's columns, (p,), all of whose names are known."""

@@ -246,11 +246,13 @@ def _first_moment(model):
 def test_p_is_widened_by_the_prior():
     model = KalmanHeadRegressor(**FAST, lam=4.0)
     learnt(model, stream(30))
-    before = model._model.learner.head.covariance
+    before = model._model.learner.head.groups[0].posterior.spread[0].clone()
     model._model._make_room({"e", "f"}, set())
-    after = model._model.learner.head.covariance
+    head = model._model.learner.head
+    after = head.groups[0].posterior.spread[0]
     torch.testing.assert_close(after[:5, :5], before)
-    torch.testing.assert_close(after[5:, 5:], torch.eye(2, dtype=torch.float64) / 4)
+    expected = torch.eye(2, dtype=torch.float64) / (4 * head.power)
+    torch.testing.assert_close(after[5:, 5:], expected)
     assert bool((after[:5, 5:] == 0).all())
 
 
@@ -595,12 +597,7 @@ def test_long_streams_stay_finite_and_flat(setting):
     assert len(pickle.dumps(model)) < 500_000
     errors = [abs(model.predict_one(x) - y) for x, y in rows(50)]
     assert np.mean(errors) < 0.5
-    head = model._model.learner.head
-    covariances = (
-        [group.posterior.covariance for group in head.groups]
-        if hasattr(head, "groups")
-        else [head.covariance]
-    )
+    covariances = [g.posterior.covariance for g in model._model.learner.head.groups]
     for covariance in covariances:
         assert bool((torch.linalg.eigvalsh(covariance) > 0).all())
 
