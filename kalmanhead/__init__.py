@@ -6,6 +6,9 @@ from typing import Any
 # Imported when first used: the command line's help must not wait for torch.
 _HOMES = {
     "KalmanHead": "kalmanhead.head",
+    "KalmanHeadRegressor": "kalmanhead.estimators",
+    "KalmanHeadMultiTargetRegressor": "kalmanhead.estimators",
+    "KalmanHeadClassifier": "kalmanhead.estimators",
     "TrainedHead": "kalmanhead.trained_head",
     "OnlineLearner": "kalmanhead.learner",
     "adam": "kalmanhead.optimizers",

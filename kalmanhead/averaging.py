@@ -68,6 +68,7 @@ class Averaging:
                 f"a {type(backbone).__name__} cannot be copied to be averaged "
                 f"({kind_and_line(error)}): leave average out"
             ) from error
+        self.exact: list[Tensor] = []
         self._hold_exact()
         self.weight = head.weight.detach().clone()
         self.has_bias, self.feature_dim = head.has_bias, head.feature_dim
@@ -134,6 +135,7 @@ class Averaging:
         """Take the newest model into the average."""
         new = 1 - min(self.decay, self.batches / (10 + self.batches))
         self.weight = torch.lerp(self.weight, head.weight.detach(), new)
+        pairs: list[tuple[Tensor, Tensor]]
         pairs = list(zip(self.backbone.parameters(), backbone.parameters(), strict=True))
         averaged = [(own.detach(), p.detach()) for own, p in pairs if _averages(p)]
         exact = iter(self.exact)
@@ -145,7 +147,7 @@ class Averaging:
             if value is not own:
                 own.copy_(value)
         copied = [(own, p) for own, p in pairs if not _averages(p)]
-        copied += zip(self.backbone.buffers(), backbone.buffers(), strict=True)
+        copied += list(zip(self.backbone.buffers(), backbone.buffers(), strict=True))
         for own, value in copied:
             own.copy_(value)
         self.batches += 1

@@ -258,7 +258,7 @@ class OnlineLearner(Predictor):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnlineLearner:
         """Follow a move of the backbone to another device or dtype, the optimiser's state too."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(self.optimizer.state_dict())
         return self

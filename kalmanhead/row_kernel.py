@@ -161,7 +161,7 @@ class RowKernel:
         mixed = outputs[0]
         if self.models == 2:
             mixed = mixed + self.average_share * (outputs[1] - mixed)
-        return mixed if self.unit is None else mixed * self.unit + self.center
+        return np.asarray(mixed * self.unit + self.center)
 
     def learn(self, row: Floats, target: Floats, weight: float) -> Floats:
         """Condition every head on a row, (p,), with targets (k,); what `predict` had said.
@@ -277,8 +277,6 @@ class RowKernel:
 
     def _scaled_targets(self, targets: Floats) -> Floats:
         """Targets in standardised units, held within a million deviations."""
-        if self.unit is None:
-            return targets
         scaled = (targets - self.center) / self.unit
         if not np.vdot(scaled, scaled) <= LARGEST_TARGET**2:
             np.clip(scaled, -LARGEST_TARGET, LARGEST_TARGET, out=scaled)
@@ -350,8 +348,8 @@ class RowKernel:
         x, y = learner.scaling.x, learner.scaling.y
         self.shift = np.zeros(1) if x is None else x.shift.numpy()
         self.steepness = np.ones(1) if x is None else 1 / x.scale.numpy()
-        self.unit = None if y is None else y.scale.numpy()
-        self.center = None if y is None else y.shift.numpy()
+        self.unit = np.ones(1) if y is None else y.scale.numpy()
+        self.center = np.zeros(1) if y is None else y.shift.numpy()
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()
             self.average_weight = learner.average.weight.numpy()

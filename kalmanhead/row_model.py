@@ -296,7 +296,7 @@ class RowModel:
         self, features: Collection[Hashable], outputs: Collection[Hashable]
     ) -> RowKernel:
         """Give new names their places, and the learner the size for them."""
-        known = self.features.keys() >= set(features) and self.outputs.keys() >= outputs
+        known = self.features.keys() >= set(features) and self.outputs.keys() >= set(outputs)
         if self.kernel is not None and known:
             return self.kernel
         before = max(len(self.features), 1)
