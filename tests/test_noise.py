@@ -42,7 +42,7 @@ def test_noise_that_has_vanished_is_learnt_again():
     for seed in range(2000):
         phi = inputs(2048, seed % 20).double()
         bank.update(phi, torch.stack([phi[:, 0], torch.zeros(2048).double()], 1))
-    for seed in range(5):
+    for seed in range(20):
         phi = inputs(2048, seed).double()
         bank.update(phi, phi[:, :2])
     torch.testing.assert_close(bank(phi), phi[:, :2], atol=1e-2, rtol=0)
