@@ -50,13 +50,17 @@ class GroupRows:
     def __init__(self, group: Group, shares: Floats, power: float) -> None:
         self.width, self.remembers = group.width, group.remembers
         self.mean = group.posterior.mean.numpy()
+        # All heads see the same features: one product of a tall matrix serves all of them.
+        heads, outputs, _ = self.mean.shape
+        self.tall_mean = self.mean.reshape(heads * outputs, self.width)
         self.shares = shares
         self.lam, self.eta = group.lam.numpy()[:, None], group.eta.numpy()[:, None]
         self.drifts = self.remembers and bool(self.eta.any())
         if self.remembers:
             self.spread = group.posterior.spread.numpy()
-            heads, d = self.spread.shape[:2]
+            d = self.width
             self.spreads = [spread.T for spread in self.spread]  # in BLAS's order
+            self.tall_spread = self.spread.reshape(heads * d, d)
             self.diagonal = self.spread.reshape(heads, d * d)[:, :: d + 1]
             self.kept = 1 - self.eta[:, :, None]
         self.size(power)
@@ -76,7 +80,7 @@ class GroupRows:
 
     def forecasts(self, phi: Floats) -> Floats:
         """What each head says of features phi, (D,) -> (K, k)."""
-        return self.mean @ phi[: self.width]
+        return np.asarray((self.tall_mean @ phi[: self.width]).reshape(self.mean.shape[:2]))
 
     def condition(self, phi: Floats, innovation: Floats, weight: float) -> Floats:
         """Time update, then measurement update; the leverages phi' P- phi, (K,).
@@ -93,7 +97,7 @@ class GroupRows:
         if self.drifts:
             self.spread *= self.kept
             self.diagonal += self.added
-        gain = self.spread @ block
+        gain = (self.tall_spread @ block).reshape(-1, self.width)
         leverage = gain @ block
         scale = (leverage + 1 / weight)[:, None]
         self.mean += innovation[:, :, None] * (gain / scale)[:, None, :]
