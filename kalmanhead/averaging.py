@@ -133,7 +133,7 @@ class Averaging:
     @torch.no_grad()
     def follow(self, backbone: nn.Module, head: Head) -> None:
         """Take the newest model into the average."""
-        new = 1 - min(self.decay, self.batches / (10 + self.batches))
+        new = self.step()
         self.weight = torch.lerp(self.weight, head.weight.detach(), new)
         pairs: list[tuple[Tensor, Tensor]]
         pairs = list(zip(self.backbone.parameters(), backbone.parameters(), strict=True))
@@ -150,7 +150,12 @@ class Averaging:
         copied += list(zip(self.backbone.buffers(), backbone.buffers(), strict=True))
         for own, value in copied:
             own.copy_(value)
+
+    def step(self) -> float:
+        """Count a batch; the share that the newest model has of the average after it."""
+        new = 1 - min(self.decay, self.batches / (10 + self.batches))
         self.batches += 1
+        return new
 
     def rescale_targets(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express what was learnt for targets that are now `ratio * y + offset`, both (k,)."""

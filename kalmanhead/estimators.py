@@ -42,7 +42,7 @@ class _RowEstimator(base.Estimator):
         lr: float | None = None,
         clip: float | None = None,
         average: float | None = None,
-        backbone_every: int = 16,
+        backbone_every: int = 8,
         absent: str = "mean",
         seed: int = 0,
     ) -> None:

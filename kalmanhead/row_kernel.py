@@ -24,7 +24,7 @@ from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import SIZING_ROWS, Group
 from kalmanhead.layout import target_weights
 from kalmanhead.learner import OnlineLearner
-from kalmanhead.row_layers import Layers, descend
+from kalmanhead.row_layers import Descent, Layers
 from kalmanhead.scaling import LARGEST_INPUT, LARGEST_TARGET
 
 Floats = NDArray[np.float64]
@@ -148,6 +148,8 @@ class RowKernel:
             models.append(learner.average.backbone)
         mlps = [model for model in models if isinstance(model, MLP)]
         self.layers = Layers(mlps) if mlps else None
+        optimizer = learner.optimizer
+        self.descent = None if self.layers is None or optimizer is None else Descent(optimizer)
         self.models = len(models)
         self.pending = [] if pending is None else pending
         self._seen: _Seen | None = None
@@ -248,8 +250,7 @@ class RowKernel:
         NumericalError
             The backbone has diverged; it stays as it was.
         """
-        optimizer = self.learner.optimizer
-        if self.layers is None or optimizer is None:
+        if self.layers is None or self.descent is None:
             return
         z, y = self._scaled(rows), self._scaled_targets(targets)
         h, passed = self.layers.forward(z)
@@ -262,14 +263,21 @@ class RowKernel:
         error = np.where(missing, 0.0, outputs - y)
         error *= 2 * weights[:, None] / max(1, missing.size - int(missing.sum()))
         with np.errstate(over="ignore", invalid="ignore"):  # `descend` names it
-            gradients = self.layers.backward(passed, error @ tail)
+            gradient = self.layers.backward(passed, error @ tail)
         self._seen = None
-        with torch.inference_mode(False), torch.no_grad():
-            descend(optimizer, gradients, self.learner.clip)
-            if self.learner.average is not None:
-                self.bank.remix()
-                self.learner.average.follow(self.learner.backbone, self.bank)
-                self.average_weight = self.learner.average.weight.numpy()
+        vectors, average = self.layers.vectors, self.learner.average
+        self.descent.step(vectors[0], gradient, self.learner.clip)
+        if average is not None:
+            new = average.step()
+            vectors[1] += new * (vectors[0] - vectors[1])
+            self.average_weight += new * (self._mixture() - self.average_weight)
+
+    def _mixture(self) -> Floats:
+        """W of the bank's mixture, (k, D)."""
+        mixture = np.zeros_like(self.average_weight) if self.rest is None else self.rest.copy()
+        for group in self.awake:
+            mixture[:, : group.width] += (group.shares[:, :, None] * group.mean).sum(0)
+        return mixture
 
     def _scaled(self, rows: Floats) -> Floats:
         """Rows in standardised units, (p,) or (n, p); what is missing is 0 there, the mean."""

@@ -139,7 +139,7 @@ class RowModel:
     """
 
     def __init__(
-        self, config: RowConfig, *, every: int = 16, absent: str = "mean", one_hot: bool = False
+        self, config: RowConfig, *, every: int = 8, absent: str = "mean", one_hot: bool = False
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ConfigError(
