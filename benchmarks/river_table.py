@@ -3,7 +3,7 @@
 Protocol: progressive validation, each row predicted before it is learnt, all models behind river's
 StandardScaler as in a pipeline: scaled by earlier rows for the prediction, by its own, too, for
 learning. Three seeds, of models and of generators. A figure is the mean over seeds, and the best
-over a peer's settings (those listed in `regressors` and `classifiers`: its default and a small set
+over a peer's settings (those listed in river_peers.py: its default and a small set
 of rates; for BayesianLinearRegression, which has no intercept and forgets nothing by default, a
 constant and smoothing), chosen afterwards and for each figure on its own, to the peer's advantage.
 The estimators run in one setting, the default.
@@ -29,186 +29,27 @@ told the classes beforehand.
 """
 
 import argparse
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from common import bar, finish
-from latency import TorchLoop
 from numpy.typing import NDArray
-from river import (
-    compose,
-    datasets,
-    dummy,
-    forest,
-    linear_model,
-    multioutput,
-    neighbors,
-    optim,
-    preprocessing,
-    stats,
-    tree,
-)
-from river.datasets import synth
+from river_peers import PLAIN, Families, classifiers, per_output, regressors
+from river_sets import CLASSIFICATION, REGRESSION, Scaled, stream
 from scipy.stats import rankdata
-from torch import nn
 
-X = dict[str, Any]
-Scaled = tuple[X, X, Any]  # x for the prediction, x to learn from, y
-Families = dict[str, dict[str, Callable[[int], Any]]]  # by name and setting, of a seed
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-REGRESSION = (
-    *("TrumpApproval", "ChickWeights", "AirlinePassengers", "WaterFlow", "SP500Stocks"),
-    *("Friedman", "FriedmanDrift", "Mv", "SolarFlare"),
-)
-CLASSIFICATION = ("Phishing", "Bananas", "ImageSegments")
+TOLERANCE = 1.02
 QUICK_SETS = ("TrumpApproval", "SolarFlare", "Phishing")  # one for each of the three estimators
 QUICK_PEERS = ("LinearRegression, SGD", "SoftmaxRegression", "torch MLP, Adam")
-ROWS, QUICK_ROWS, TOLERANCE = 2_000, 300, 1.02
-DRIFT = {"drift_type": "lea", "position": tuple(int(ROWS * s) for s in (0.25, 0.5, 0.75))}
 BEST = {"mae": min, "late": min, "accuracy": max, "auc": max, "log_loss": min, "ece": min}
 OURS, DEPARTURE = "kalmanhead", "departure from a sum of 1"
-PLAIN: Families = {
-    "persistence": {"default": lambda _: dummy.StatisticRegressor(stats.Shift(0, fill_value=0.0))},
-    "running mean": {"default": lambda _: dummy.StatisticRegressor(stats.Mean())},
-}
-
-
-class TorchClassifier(TorchLoop):
-    loss = staticmethod(nn.functional.cross_entropy)
-
-    def __init__(self, classes: Sequence[Any], lr: float, seed: int) -> None:
-        super().__init__("Adam", lr, seed, len(classes))
-        self.classes = classes
-
-    def predict_proba_one(self, x: X) -> dict[Any, float]:
-        with torch.no_grad():
-            shares = self.forward(x)[0].double().softmax(0).tolist()
-        return dict(zip(self.classes, shares, strict=True))
-
-    def learn_one(self, x: X, y: Any) -> None:
-        self.descend(self.forward(x), torch.tensor([self.classes.index(y)]))
-
-
-def one_hot(name: str, value: Any, levels: Iterable[Any]) -> X:
-    return {f"{name}={level}": float(value == level) for level in levels}
-
-
-def calendar(name: str, when: datetime, start: datetime) -> X:
-    if name == "AirlinePassengers":
-        months = one_hot("month", when.month, range(1, 13))
-        return {"year": when.year + (when.month - 1) / 12} | months
-    turn = math.tau * (when.hour + when.minute / 60) / 24
-    waves = {f"{f.__name__} {k}": f(k * turn) for f in (math.sin, math.cos) for k in (1, 2)}
-    days = (when - start).total_seconds() / 86_400
-    return {"days": days} | waves | one_hot("weekday", when.weekday(), range(7))
-
-
-def encoded(name: str, rows: list[tuple[dict[Any, Any], Any]]) -> Iterator[tuple[X, Any]]:
-    """Rows in numbers alone, with the same columns in all."""
-    first = rows[0][0]
-    levels = {k: sorted({x[k] for x, _ in rows}) for k, v in first.items() if isinstance(v, str)}
-    for x, y in rows:
-        numbers: X = {}
-        for key, value in x.items():
-            if key in levels:
-                numbers |= one_hot(key, value, levels[key])
-            elif isinstance(value, datetime):
-                numbers |= calendar(name, value, first[key])
-            else:
-                numbers[str(key)] = float(value)
-        yield numbers, y
-
-
-def stream(name: str, seed: int, quick: bool) -> list[Scaled]:
-    """All rows of a set, scaled as river's pipeline hands them to its model."""
-    if hasattr(synth, name):
-        data = getattr(synth, name)(seed=seed, **(DRIFT if name == "FriedmanDrift" else {}))
-        rows = list(data.take(ROWS))
-    else:
-        rows = list(getattr(datasets, name)())
-    scaler = preprocessing.StandardScaler()
-    scaled = []
-    for x, y in itertools.islice(encoded(name, rows), QUICK_ROWS if quick else None):
-        before = scaler.transform_one(x)
-        scaler.learn_one(x)
-        scaled.append((before, scaler.transform_one(x), y))
-    return scaled
-
-
-def regressors() -> Families:
-    linear, bayes = linear_model.LinearRegression, linear_model.BayesianLinearRegression
-    constant = compose.FuncTransformer(lambda x: {**x, "constant": 1.0})
-    families: Families = {
-        "LinearRegression, SGD": {
-            f"rate {r:g}, of the intercept as well": lambda _, r=r: linear(
-                optim.SGD(r), intercept_lr=r
-            )
-            for r in (0.01, 0.001, 0.003, 0.03, 0.1)
-        },
-        "LinearRegression, Adam": {
-            f"rate {r:g}, of the intercept {i:g}": lambda _, r=r, i=i: linear(
-                optim.Adam(r), intercept_lr=i
-            )
-            for r, i in ((0.1, 0.01), (0.01, 0.01), (0.1, 0.1), (1.0, 0.1), (1.0, 0.3))
-        },
-        "BayesianLinearRegression": {
-            "default": lambda _: bayes(),
-            "smoothing 0.99": lambda _: bayes(smoothing=0.99),
-            "constant": lambda _: constant.clone() | bayes(),
-            "constant, smoothing 0.99": lambda _: constant.clone() | bayes(smoothing=0.99),
-        },
-        "HoeffdingAdaptiveTree": {"default": lambda s: tree.HoeffdingAdaptiveTreeRegressor(seed=s)},
-        "ARF": {"default": lambda s: forest.ARFRegressor(seed=s)},
-        "KNN": {"default": neighbours},
-    }
-    for optimizer, rates in (("Adam", (1e-3, 3e-3, 1e-2)), ("SGD", (1e-3, 1e-2, 3e-2, 1e-1))):
-        families[f"torch MLP, {optimizer}"] = {
-            f"rate {r:g}": lambda s, o=optimizer, r=r: preprocessing.TargetStandardScaler(
-                TorchLoop(o, r, s)
-            )
-            for r in rates
-        }
-    return families
-
-
-def neighbours(seed: int) -> neighbors.KNNRegressor:
-    distance = neighbors.KNNRegressor().engine.dist_func
-    return neighbors.KNNRegressor(engine=neighbors.SWINN(dist_func=distance, seed=seed))
-
-
-def classifiers(classes: Sequence[Any]) -> Families:
-    rates = (0.01, 0.03, 0.1, 0.3)
-    logistic, softmax = linear_model.LogisticRegression, linear_model.SoftmaxRegression
-    families: Families = {
-        "LogisticRegression": {
-            f"rate {r:g}": lambda _, r=r: logistic(optim.SGD(r), intercept_lr=r) for r in rates
-        },
-        "SoftmaxRegression": {f"rate {r:g}": lambda _, r=r: softmax(optim.SGD(r)) for r in rates},
-        "HoeffdingAdaptiveTree": {
-            "default": lambda s: tree.HoeffdingAdaptiveTreeClassifier(seed=s)
-        },
-        "ARF": {"default": lambda s: forest.ARFClassifier(seed=s)},
-        "torch MLP, Adam": {
-            f"rate {r:g}": lambda s, r=r: TorchClassifier(classes, r, s) for r in (1e-3, 3e-3, 1e-2)
-        },
-    }
-    return {k: v for k, v in families.items() if len(classes) == 2 or k != "LogisticRegression"}
-
-
-def per_output(families: Families) -> Families:
-    wrap = multioutput.PerOutputRegressor
-    return {
-        name: {k: lambda seed, make=make: wrap(make(seed)) for k, make in settings.items()}
-        for name, settings in families.items()
-    }
 
 
 def regress(model: Any, rows: list[Scaled]) -> Figures:

@@ -13,6 +13,7 @@ from river.utils import dataframe
 
 from kalmanhead.batch import LARGEST_VALUE
 from kalmanhead.errors import ConfigError
+from kalmanhead.layout import LARGEST_WEIGHT
 from kalmanhead.row_model import RowModel, as_number
 
 
@@ -22,12 +23,15 @@ def as_weight(w: Any) -> float:
     Raises
     ------
     ConfigError
-        It is negative or not finite.
+        It is no number, negative, or so large that nothing is left of the prior.
     """
-    weight = float(w)
-    if not (math.isfinite(weight) and weight >= 0):
+    try:
+        weight = float(w)
+    except (TypeError, ValueError):
+        weight = math.nan
+    if not 0 <= weight <= LARGEST_WEIGHT:
         raise ConfigError(
-            f"w is {w!r}: give a finite weight of at least 0, which leaves the row out"
+            f"w is {w!r}: give a weight from 0, which leaves the row out, to {LARGEST_WEIGHT:g}"
         )
     return weight
 

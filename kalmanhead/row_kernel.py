@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 # Rows are pending one by one at the start, as everything is news then, and one more for every so
 # many rows that were learnt from, up to a most.
-ROWS_FOR_ONE, MOST_PENDING = 32, 64
+ROWS_FOR_ONE, MOST_PENDING = 32, 128
 
 
 class GroupRows:

@@ -204,6 +204,8 @@ class RowModel:
             kernel = self._make_room(x.keys(), y.keys())
             row = self._place(values)
             self.values_missing += sum(map(math.isnan, values.values()))
+        elif self.kernel is not None and self.outputs.keys() >= y.keys():
+            kernel = self.kernel
         else:
             kernel = self._make_room((), y.keys())
         target = np.full(len(self.outputs), 0.0 if self.one_hot else math.nan)

@@ -92,14 +92,14 @@ def test_it_predicts_what_the_learner_would(name):
 def test_rows_are_settled_one_by_one_at_the_start_and_by_the_score_later():
     kernel = RowKernel(build("bank", 1))
     held = []
-    for x, y, weight in rows(3000, 1):
+    for x, y, weight in rows(5000, 1):
         kernel.learn(x, y, weight)
         held.append(len(kernel.pending))
     assert max(held[:31]) == 0
     assert 0 < max(held[:200]) <= 7
     assert max(held) == row_kernel.MOST_PENDING - 1
     assert kernel.bank.rows_seen + sum(noted.weight for noted in kernel.pending) == sum(
-        w for *_, w in rows(3000, 1)
+        w for *_, w in rows(5000, 1)
     )
 
 
