@@ -59,7 +59,8 @@ class GroupRows:
         if self.remembers:
             self.spread = group.posterior.spread.numpy()
             d = self.width
-            self.spreads = [spread.T for spread in self.spread]  # in BLAS's order
+            self.means = [mean.T for mean in self.mean]  # in BLAS's order, as these
+            self.spreads = [spread.T for spread in self.spread]
             self.tall_spread = self.spread.reshape(heads * d, d)
             self.diagonal = self.spread.reshape(heads, d * d)[:, :: d + 1]
             self.kept = 1 - self.eta[:, :, None]
@@ -77,6 +78,11 @@ class GroupRows:
         if self.remembers:
             self.spread[...] = 0.0
             self.diagonal[...] = self.prior
+
+    def symmetrise(self) -> None:
+        """Take away what the rounding of many updates made unsymmetric."""
+        if self.remembers:
+            self.spread[...] = (self.spread + self.spread.swapaxes(1, 2)) / 2
 
     def forecasts(self, phi: Floats) -> Floats:
         """What each head says of features phi, (D,) -> (K, k)."""
@@ -97,13 +103,14 @@ class GroupRows:
         if self.drifts:
             self.spread *= self.kept
             self.diagonal += self.added
-        gain = (self.tall_spread @ block).reshape(-1, self.width)
+        gain = (self.tall_spread @ block).reshape(self.diagonal.shape)
         leverage = gain @ block
-        scale = (leverage + 1 / weight)[:, None]
-        self.mean += innovation[:, :, None] * (gain / scale)[:, None, :]
-        gain /= np.sqrt(scale)
-        for spread, own in zip(self.spreads, gain, strict=True):
-            dger(-1.0, own, own, a=spread, overwrite_a=1)
+        rest = 1 / weight
+        for mean, spread, c, e, own in zip(
+            self.means, self.spreads, gain, innovation, leverage.tolist(), strict=True
+        ):
+            dger(1 / (own + rest), c, e, a=mean, overwrite_a=1)
+            dger(-1 / (own + rest), c, c, a=spread, overwrite_a=1)
         return np.asarray(leverage)
 
 
@@ -219,6 +226,8 @@ class RowKernel:
             torch.from_numpy(np.array(values)) for values in zip(*self.pending, strict=True)
         )
         self.pending = []
+        for group in self.awake:
+            group.symmetrise()
         learner, bank = self.learner, self.bank
         weight = None if bool((weights == 1).all()) else weights
         with torch.inference_mode(False), torch.no_grad():

@@ -110,6 +110,7 @@ def test_covariances_stay_symmetric_and_positive():
         x = rng.normal(size=4)
         x[3] = x[2] * (1 + 1e-9)  # all but collinear
         kernel.learn(x, x[:1], 1.0)
+    kernel.settle()
     for group in kernel.bank.groups:
         spread = group.posterior.spread
         assert torch.equal(spread, spread.mT)
