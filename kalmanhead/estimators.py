@@ -101,9 +101,10 @@ class _RowEstimator(base.Estimator):
         missing = sum(map(math.isnan, y.values()))
         if weight == 0:
             return None
-        self._targets_skipped += missing
-        if missing == len(y):
-            return None
+        if missing:
+            self._targets_skipped += missing
+            if missing == len(y):
+                return None
         self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
         return self._model.learn(x, y, weight)
 

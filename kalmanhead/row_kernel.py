@@ -53,7 +53,7 @@ class GroupRows:
         # All heads see the same features: one product of a tall matrix serves all of them.
         heads, outputs, _ = self.mean.shape
         self.tall_mean = self.mean.reshape(heads * outputs, self.width)
-        self.shares = shares
+        self.shares, self.flat_shares = shares, np.ascontiguousarray(shares[:, 0])
         self.lam, self.eta = group.lam.numpy()[:, None], group.eta.numpy()[:, None]
         self.drifts = self.remembers and bool(self.eta.any())
         if self.remembers:
@@ -87,6 +87,12 @@ class GroupRows:
     def forecasts(self, phi: Floats) -> Floats:
         """What each head says of features phi, (D,) -> (K, k)."""
         return np.asarray((self.tall_mean @ phi[: self.width]).reshape(self.mean.shape[:2]))
+
+    def mixed(self, forecasts: Floats) -> Floats:
+        """What the forecasts (K, k) add to the mixture, (k,)."""
+        if forecasts.shape[1] == 1:
+            return np.asarray(self.flat_shares @ forecasts)
+        return np.asarray((self.shares * forecasts).sum(0))
 
     def condition(self, phi: Floats, innovation: Floats, weight: float) -> Floats:
         """Time update, then measurement update; the leverages phi' P- phi, (K,).
@@ -133,6 +139,7 @@ class _Seen(NamedTuple):
     phi: Floats  # (m, D)
     forecasts: list[Floats]  # of each group awake, (K, k)
     outputs: Floats  # of the newest and the averaged model, (m, k), scaled
+    prediction: Floats  # of both together, (k,), in the outputs' own units
 
 
 class RowKernel:
@@ -170,11 +177,7 @@ class RowKernel:
         """
         if self._seen is None or self._seen.row is not row:
             self._seen = self._foresee(row)
-        outputs = self._seen.outputs
-        mixed = outputs[0]
-        if self.models == 2:
-            mixed = mixed + self.average_share * (outputs[1] - mixed)
-        return np.asarray(mixed * self.unit + self.center)
+        return self._seen.prediction
 
     def learn(self, row: Floats, target: Floats, weight: float) -> Floats:
         """Condition every head on a row, (p,), with targets (k,); what `predict` had said.
@@ -326,16 +329,17 @@ class RowKernel:
             phi[:, 1 + p :] = z
         newest = phi[0]
         forecasts = [group.forecasts(newest) for group in self.awake]
+        mixed = 0.0 if self.rest is None else self.rest @ newest
+        for group, forecast in zip(self.awake, forecasts, strict=True):
+            mixed = mixed + group.mixed(forecast)
         outputs = np.empty((self.models, self.bank.out_features))
-        if self.rest is None and len(forecasts) == 1:
-            outputs[0] = (self.awake[0].shares * forecasts[0]).sum(0)
-        else:
-            outputs[0] = 0.0 if self.rest is None else self.rest @ newest
-            for group, forecast in zip(self.awake, forecasts, strict=True):
-                outputs[0] += (group.shares * forecast).sum(0)
+        outputs[0] = mixed
         if self.models == 2:
-            outputs[1] = self.average_weight @ phi[1]
-        return _Seen(row, phi, forecasts, outputs)
+            outputs[1] = average = self.average_weight @ phi[1]
+            average -= mixed
+            average *= self.average_share
+            mixed = mixed + average
+        return _Seen(row, phi, forecasts, outputs, mixed * self.unit + self.center)
 
     def _size(self, phi: Floats, weight: float) -> None:
         """Let the size of the features follow, as `next_power` does."""

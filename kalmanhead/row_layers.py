@@ -47,7 +47,7 @@ class Layers:
         stacks = []
         for (start, shape), *others in zip(*(places for _, places in pieces), strict=True):
             size = math.prod(shape)
-            stacks.append(common[:, start : start + size].unflatten(1, shape))
+            stacks.append(common[:, start : start + size].view(len(models), *shape))
             assert all(place == (start, shape) for place in others)
         for i, model in enumerate(models):
             for parameter, stack in zip(model.parameters(), stacks, strict=True):
