@@ -112,15 +112,65 @@ def bank_cost_table():
     return [header, "|---|---|---|", *rows]
 
 
+def river_table():
+    lines = [
+        "| MAE, row by row | `KalmanHeadRegressor` | best peer | | persistence | running mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result("river_table")["results"]["table"]:
+        if "ratio" not in row:
+            continue
+        peer = row["best_peer"]["mae"]
+        names = ("kalmanhead", peer, "persistence", "running mean")
+        own, best, *plain = (f"{row['models'][name]['mae']:.3g}" for name in names)
+        lines.append(f"| {' | '.join([row['set'], own, best, peer, *plain])} |")
+    return lines
+
+
+def river_classes_table():
+    lines = [
+        "| accuracy, AUC, log-loss, calibration | `KalmanHeadClassifier` | best peer in each |",
+        "|---|---|---|",
+    ]
+    for row in result("river_table")["results"]["table"]:
+        if "ratio" in row:
+            continue
+        own = row["models"]["kalmanhead"]
+        best = {k: row["models"][name][k] for k, name in row["best_peer"].items()}
+        cells = [
+            ", ".join(
+                f"{part[k]:.3f}" if k in part else "-"
+                for k in ("accuracy", "auc", "log_loss", "ece")
+            )
+            for part in (own, best)
+        ]
+        lines.append(f"| {row['set']} | {' | '.join(cells)} |")
+    return lines
+
+
+def latency_table():
+    speeds = result("latency")["results"]["rows_per_second"]
+    rows = [f"| {name} | {speed:,.0f} |" for name, speed in speeds.items()]
+    return ["| rows a second, predict_one and learn_one, one thread | |", "|---|---|", *rows]
+
+
 TABLES = {
     "bank": bank_table,
     "honesty": honesty_table,
     "bank_cost": bank_cost_table,
     "burgers": burgers_table,
+    "river_table": river_table,
+    "river_classes": river_classes_table,
+    "latency": latency_table,
     "zarr_reading": zarr_table,
     "overhead": overhead_table,
 }
-MEASURED = {name: make for name, make in TABLES.items() if (RESULTS / f"{name}.json").exists()}
+FILES = {"river_classes": "river_table"}
+MEASURED = {
+    name: make
+    for name, make in TABLES.items()
+    if (RESULTS / f"{FILES.get(name, name)}.json").exists()
+}
 
 
 def test_the_python_examples_run_in_order(tmp_path, monkeypatch):
