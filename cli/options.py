@@ -232,6 +232,21 @@ model_options = apply(
         help="Decay of the averaged model that predicts beside the newest; 0 for none.",
     ),
     click.option(
+        "--loss",
+        type=click.Choice(["squared", "relative"]),
+        default="squared",
+        show_default=True,
+        help="relative: errors are squared in units of each row's own targets.",
+    ),
+    click.option(
+        "--buffer", type=COUNT, help="Rows kept, from which the backbone's batches are drawn."
+    ),
+    click.option(
+        "--buffer-kind",
+        type=click.Choice(["reservoir", "recent"]),
+        help="With --buffer: a sample of all rows so far (default), or the last ones.",
+    ),
+    click.option(
         "--dtype",
         type=click.Choice(["float64", "float32"]),
         default="float64",

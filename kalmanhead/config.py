@@ -12,6 +12,7 @@ from torch import nn
 
 from kalmanhead.backbones import load_factory, make_backbone
 from kalmanhead.bank import HeadBank
+from kalmanhead.buffer import Buffer
 from kalmanhead.errors import ConfigError
 from kalmanhead.head import Head, KalmanHead
 from kalmanhead.learner import OnlineLearner, Order
@@ -52,6 +53,11 @@ class ModelConfig:
     average:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
+    loss:
+        `squared`, or `relative`: rows are weighed so that squared relative errors are minimised.
+    buffer, buffer_kind:
+        Rows kept for the backbone's steps, None for none; `reservoir` (a sample of all so far) or
+        `recent`.
     dtype:
         Of a single head's state; the bank is float64.
     device:
@@ -76,6 +82,9 @@ class ModelConfig:
     lr: float | None = None
     clip: float | None = None
     average: float | None = None
+    loss: str = "squared"
+    buffer: int | None = None
+    buffer_kind: str | None = None
     dtype: str = "float64"
     device: str = "auto"
     seed: int = 0
@@ -155,6 +164,8 @@ def build_learner(
         "order": _order(config.order),
         "clip": config.clip,
         "average": average or None,
+        "relative": _relative(config.loss),
+        "buffer": _buffer(config),
     }
     if own_code:
         model = _call_factory(config, x_shape, y_shape)
@@ -270,6 +281,20 @@ def _order(name: str) -> Order:
     if name in ("head-first", "backbone-first"):
         return name  # type: ignore[return-value]
     raise ConfigError(f"order is {name!r}: choose head-first or backbone-first")
+
+
+def _relative(loss: str) -> bool:
+    if loss not in ("squared", "relative"):
+        raise ConfigError(f"loss is {loss!r}: choose squared or relative")
+    return loss == "relative"
+
+
+def _buffer(config: ModelConfig) -> Buffer | None:
+    if config.buffer is None:
+        if config.buffer_kind is not None:
+            raise ConfigError("buffer_kind is for a buffer: give buffer, the rows that it keeps")
+        return None
+    return Buffer(config.buffer, config.buffer_kind or "reservoir", config.seed)
 
 
 def _default(value: float | None, default: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmanhead.averaging import Averaging
+from kalmanhead.buffer import Buffer
 from kalmanhead.errors import ConfigError, KalmanHeadError
 from kalmanhead.guard import (
     acts_by_mode,
@@ -24,6 +25,7 @@ from kalmanhead.head import Head, KalmanHead
 from kalmanhead.layout import rescaled_weight
 from kalmanhead.optimizers import OptimizerFactory, adam, descend, make_optimizer
 from kalmanhead.predictor import Predictor
+from kalmanhead.relative import RelativeWeights
 from kalmanhead.split import merge_head
 from kalmanhead.wrapping import take_head
 
@@ -72,6 +74,12 @@ class OnlineLearner(Predictor):
         Largest norm of the backbone's gradient, None for no limit.
     average:
         Decay of the averaged model that predicts beside the newest (`Averaging`); None for none.
+    relative:
+        Weigh each row by the inverse of its targets' mean square (`RelativeWeights`), so that W
+        and the backbone minimise squared relative errors.
+    buffer:
+        Rows kept for the backbone: its steps are taken on as many drawn from there as came, while
+        the head learns from each batch as it comes. None: both learn from the same batch.
 
     Raises
     ------
@@ -109,6 +117,8 @@ class OnlineLearner(Predictor):
         targets_in_units: bool = False,
         clip: float | None = None,
         average: float | None = None,
+        relative: bool = False,
+        buffer: Buffer | None = None,
     ) -> None:
         super().__init__(backbone, head, skip=skip, scale_x=scale_x, scale_y=scale_y)
         if order not in ("head-first", "backbone-first"):
@@ -117,11 +127,13 @@ class OnlineLearner(Predictor):
             raise ConfigError(f"clip is {clip}: give a norm above 0, or None for no limit")
         self.order, self.clip = order, clip
         self.targets_in_units = targets_in_units
+        self.relative = RelativeWeights() if relative else None
         self.trained = [p for p in self.parameters() if p.requires_grad]
         make = optimizer if optimizer is not None else adam()
         self.optimizer = make_optimizer(make, self.trained) if self.trained else None
         if average is not None and self.trained:
             self.average = Averaging(average, backbone, head)
+        self.buffer = buffer if self.trained else None
         self.mode_matters: bool | None = None
         self.batches = 0
         self.eval()
@@ -171,16 +183,20 @@ class OnlineLearner(Predictor):
                 raise
 
     def _step(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        if self.buffer is not None:
+            self.buffer.add(x, y, weight)
         if self.batches == 0:
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x)
             self.scaling.begin(x, y)
             self.scaling.follow(x, y, weight, self.parts, skip=False, express=self.targets_in_units)
-            self._learn(self._pass(x, y, weight))
+            if self.relative is not None:
+                self.relative.follow(y, weight)
+            self._learn(self._arrived(x, y, weight))
         else:
             # A training pass moves BatchNorm's statistics, so what it says of the batch comes late.
             forecast = self._foresee(x) if self.mode_matters else None
-            batch = self._pass(x, y, weight)
+            batch = self._arrived(x, y, weight)
             with torch.no_grad():
                 forecast = forecast or self._forecast(batch.x, batch.phi)
                 prediction = self.scaling.unscale_targets(forecast.mixture)
@@ -188,6 +204,8 @@ class OnlineLearner(Predictor):
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)
             self._learn(batch)
             self.scaling.follow(x, y, weight, self.parts, skip=self.leads_with_inputs, express=True)
+            if self.relative is not None:
+                self.relative.follow(y, weight)
         if self.average is not None:
             self.average.follow(self.backbone, self.head)
         self.batches += 1
@@ -282,6 +300,8 @@ class OnlineLearner(Predictor):
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scaling": self.scaling.state(),
             "average": None if self.average is None else self.average.state(),
+            "relative": None if self.relative is None else self.relative.state(),
+            "buffer": None if self.buffer is None else self.buffer.state(),
             "mode_matters": self.mode_matters,
             "batches": self.batches,
         }
@@ -316,11 +336,17 @@ class OnlineLearner(Predictor):
             if any(old.keys() != new.keys() for old, new in zip(saved, mine, strict=True)):
                 raise ValueError("it was trained by another kind of optimizer")
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        if (state["average"] is None) != (self.average is None):
-            raise ValueError("only one of the two averages")
+        for name in ("average", "relative", "buffer"):
+            # Runs from before there were such parts have none.
+            if (state.get(name) is None) != (getattr(self, name) is None):
+                raise ValueError(f"only one of the two has the part {name}")
         self.head.load_state(state["head"])
         if self.average is not None:
             self.average.load_state(state["average"])
+        if self.relative is not None:
+            self.relative.load_state(state["relative"])
+        if self.buffer is not None:
+            self.buffer.load_state(state["buffer"], self.device)
         self.scaling.load_state(state["scaling"], self.device)
         self.mode_matters, self.batches = state["mode_matters"], state["batches"]
 
@@ -332,6 +358,8 @@ class OnlineLearner(Predictor):
         head, batches, mode = self.head.state(), self.batches, self.mode_matters
         scaling = self.scaling.state()
         average = None if self.average is None else dict(vars(self.average))
+        relative = None if self.relative is None else self.relative.state()
+        forget = None if self.buffer is None else self.buffer.mark()
         buffers = [] if mode is False else [(b, b.clone()) for b in self.backbone.buffers()]
 
         def undo() -> None:
@@ -340,6 +368,10 @@ class OnlineLearner(Predictor):
             self.scaling.load_state(scaling, self.device)
             if average is not None:
                 vars(self.average).update(average)
+            if self.relative is not None:
+                self.relative.load_state(relative)
+            if forget is not None:
+                forget()
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -349,14 +381,14 @@ class OnlineLearner(Predictor):
     def _learn(self, batch: _Pass) -> None:
         """Solve the head and step the backbone, in the learner's order."""
         if self.order == "backbone-first" and self.trained:
-            self._step_backbone(batch)
+            self._step_backbone(self._drawn(batch))
             with torch.no_grad():
                 self.head.update(self._features(batch.x), batch.y, batch.weight)
             return
         with torch.no_grad():
             solved = self._features(batch.x) if self.mode_matters else batch.phi
             self.head.update(solved, batch.y, batch.weight)
-        self._step_backbone(batch)
+        self._step_backbone(self._drawn(batch))
 
     def _step_backbone(self, batch: _Pass) -> None:
         """One gradient step at W held fixed; by the envelope theorem W's change does not count."""
@@ -367,13 +399,26 @@ class OnlineLearner(Predictor):
             return
         descend(self.optimizer, loss, self.trained, self.clip)
 
-    def _pass(self, x: Tensor, y: Tensor, weight: Tensor | None) -> _Pass:
-        """Scale a batch and take it through the backbone in training mode, with gradients."""
+    def _arrived(self, x: Tensor, y: Tensor, weight: Tensor | None) -> _Pass:
+        """A batch as it comes; with a buffer the backbone does not train on it."""
+        with torch.set_grad_enabled(self.buffer is None):
+            return self._pass(x, y, weight, training=self.buffer is None)
+
+    def _drawn(self, batch: _Pass) -> _Pass:
+        """What the backbone trains on: the batch, or as many rows of the buffer."""
+        if self.buffer is None:
+            return batch
+        return self._pass(*self.buffer.draw(len(batch.x)))
+
+    def _pass(self, x: Tensor, y: Tensor, weight: Tensor | None, *, training: bool = True) -> _Pass:
+        """Scale a batch and take it through the backbone, with gradients in training mode."""
         scaled_x = self._scaled_x(x)
+        if self.relative is not None:
+            weight = self.relative(y, weight)
         scaled_y = self.scaling.scale_targets(y)
         if self.mode_matters is None:
             self.mode_matters = acts_by_mode(self.backbone, scaled_x)
-        if not self.mode_matters:
+        if not (self.mode_matters and training):
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))
         with training_mode(self.backbone, single=x.shape[0] == 1 and x.dim() == 2):
             return _Pass(scaled_x, scaled_y, weight, self._features(scaled_x))

@@ -10,7 +10,10 @@ KILLS = 20
 ROWS = 600
 IN_ORDER = ["--epochs", "2", "--no-shuffle"]
 CASES = {
-    "reset, shuffled": (vector_zarr, ["--head", "reset", "--epochs", "2"]),
+    "reset, buffer, shuffled": (
+        vector_zarr,
+        ["--head", "reset", "--epochs", "2", "--buffer", "64", "--loss", "relative"],
+    ),
     "static, in order": (parquet_of, ["--head", "static", "--skip", *IN_ORDER]),
 }  # fmt: skip
 
