@@ -1,4 +1,4 @@
-"""A learner's arithmetic for one row at a time, in numpy on the memory of the learner's tensors.
+"""A learner's arithmetic for one row at a time, compiled, on the memory of the learner's tensors.
 
 A call into torch costs more than the arithmetic of a single row. So what must happen on every row
 (features, prediction, one rank-one update a head) is done here, on arrays that share their memory
@@ -17,13 +17,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg.blas import dger
 
 from kalmanhead.backbones import MLP
 from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import SIZING_ROWS, Group
 from kalmanhead.layout import target_weights
 from kalmanhead.learner import OnlineLearner
+from kalmanhead.row_compiled import (
+    blend,
+    condition,
+    condition_proximal,
+    features,
+    forecast,
+    standardise,
+)
 from kalmanhead.row_layers import Descent, Layers
 from kalmanhead.scaling import LARGEST_INPUT, LARGEST_TARGET
 
@@ -48,22 +55,12 @@ class GroupRows:
     """
 
     def __init__(self, group: Group, shares: Floats, power: float) -> None:
-        self.width, self.remembers = group.width, group.remembers
-        self.mean = group.posterior.mean.numpy()
-        # All heads see the same features: one product of a tall matrix serves all of them.
-        heads, outputs, _ = self.mean.shape
-        self.tall_mean = self.mean.reshape(heads * outputs, self.width)
-        self.shares, self.flat_shares = shares, np.ascontiguousarray(shares[:, 0])
+        self.width, self.remembers, self.heads = group.width, group.remembers, len(group)
+        self.mean, self.shares = group.posterior.mean.numpy(), shares
         self.lam, self.eta = group.lam.numpy()[:, None], group.eta.numpy()[:, None]
-        self.drifts = self.remembers and bool(self.eta.any())
         if self.remembers:
             self.spread = group.posterior.spread.numpy()
-            d = self.width
-            self.means = [mean.T for mean in self.mean]  # in BLAS's order, as these
-            self.spreads = [spread.T for spread in self.spread]
-            self.tall_spread = self.spread.reshape(heads * d, d)
-            self.diagonal = self.spread.reshape(heads, d * d)[:, :: d + 1]
-            self.kept = 1 - self.eta[:, :, None]
+            self.kept = 1 - self.eta[:, 0]
         self.size(power)
 
     def size(self, power: float) -> None:
@@ -76,48 +73,34 @@ class GroupRows:
     def start(self) -> None:
         """Put the covariance to the prior, before any row."""
         if self.remembers:
-            self.spread[...] = 0.0
-            self.diagonal[...] = self.prior
+            self.spread[...] = self.prior[:, None, :] * np.eye(self.width)
 
     def symmetrise(self) -> None:
         """Take away what the rounding of many updates made unsymmetric."""
         if self.remembers:
             self.spread[...] = (self.spread + self.spread.swapaxes(1, 2)) / 2
 
-    def forecasts(self, phi: Floats) -> Floats:
-        """What each head says of features phi, (D,) -> (K, k)."""
-        return np.asarray((self.tall_mean @ phi[: self.width]).reshape(self.mean.shape[:2]))
+    def forecast(self, phi: Floats, mixed: Floats) -> Floats:
+        """What each head says of phi (m, D), (K, k); its part of the mixture is added to mixed."""
+        said = np.empty(self.shares.shape)
+        forecast(self.mean, self.shares, phi, said, mixed)
+        return said
 
-    def mixed(self, forecasts: Floats) -> Floats:
-        """What the forecasts (K, k) add to the mixture, (k,)."""
-        if forecasts.shape[1] == 1:
-            return np.asarray(self.flat_shares @ forecasts)
-        return np.asarray((self.shares * forecasts).sum(0))
-
-    def condition(self, phi: Floats, innovation: Floats, weight: float) -> Floats:
-        """Time update, then measurement update; the leverages phi' P- phi, (K,).
-
-        With c = P- phi and s = c' phi + 1 / weight: W += innovation c' / s, P = P- - c c' / s.
-        """
-        block = phi[: self.width]
-        if not self.remembers:
-            gain = self.prior * block
-            leverage = gain @ block
-            gain /= (leverage + 1 / weight)[:, None]
-            self.mean += innovation[:, :, None] * gain[:, None, :]
-            return np.asarray(leverage)
-        if self.drifts:
-            self.spread *= self.kept
-            self.diagonal += self.added
-        gain = (self.tall_spread @ block).reshape(self.diagonal.shape)
-        leverage = gain @ block
-        rest = 1 / weight
-        for mean, spread, c, e, own in zip(
-            self.means, self.spreads, gain, innovation, leverage.tolist(), strict=True
-        ):
-            dger(1 / (own + rest), c, e, a=mean, overwrite_a=1)
-            dger(-1 / (own + rest), c, c, a=spread, overwrite_a=1)
-        return np.asarray(leverage)
+    def condition(
+        self,
+        phi: Floats,  # (m, D)
+        target: Floats,  # (k,)
+        said: Floats,  # (K, k)
+        weight: float,
+        innovation: Floats,  # (K, k)
+        leverage: Floats,  # (K,)
+    ) -> None:
+        """Learn from a row; target less what was said, and phi' P- phi, go into the last two."""
+        row = (phi, target, said, weight, innovation, leverage)
+        if self.remembers:
+            condition(self.mean, self.spread, self.kept, self.added, *row)
+        else:
+            condition_proximal(self.mean, self.prior, *row)
 
 
 class Noted(NamedTuple):
@@ -164,7 +147,14 @@ class RowKernel:
         self.layers = Layers(mlps) if mlps else None
         optimizer = learner.optimizer
         self.descent = None if self.layers is None or optimizer is None else Descent(optimizer)
-        self.models = len(models)
+        self.models, self.skip = len(models), learner.skip
+        if self.layers is None:  # the features are the inputs
+            inputs = self.bank.in_features // (2 if self.skip else 1)
+            self.sizes, self.vectors = np.array([inputs]), np.empty((self.models, 0))
+        else:
+            self.sizes, self.vectors = self.layers.sizes, self.layers.vectors
+        self.average_weight = np.empty((self.bank.out_features, 0))
+        self.average_share = np.empty(0)
         self.pending = [] if pending is None else pending
         self._seen: _Seen | None = None
         self._follow()
@@ -190,33 +180,18 @@ class RowKernel:
         prediction = self.predict(row)
         seen = self._seen
         assert seen is not None
-        scaled = self._scaled_targets(target)
-        some_missing = math.isnan(np.vdot(scaled, scaled))
-        phi = seen.phi[0]
+        scaled = np.empty_like(target)
+        standardise(target, self.center, self.steps, LARGEST_TARGET, math.nan, scaled)
         if self.bank.rows_seen < SIZING_ROWS:
-            self._size(phi, weight)
+            self._size(seen.phi[0], weight)
         if first:
             for group in self.awake:
                 group.start()
-        innovations, leverages = [], []
-        for group, forecast in zip(self.awake, seen.forecasts, strict=True):
-            innovation = scaled - forecast
-            if some_missing:
-                innovation[:, np.isnan(scaled)] = 0.0
-            innovations.append(innovation)
-            leverages.append(group.condition(phi, innovation, weight))
-        several = len(leverages) > 1
-        self.pending.append(
-            Noted(
-                row,
-                target,
-                weight,
-                scaled,
-                np.concatenate(innovations) if several else innovations[0],
-                np.concatenate(leverages) if several else leverages[0],
-                seen.outputs,
-            )
-        )
+        innovation = np.empty((self.heads, len(scaled)))
+        leverage = np.empty(self.heads)
+        for group, place, said in zip(self.awake, self.places, seen.forecasts, strict=True):
+            group.condition(seen.phi, scaled, said, weight, innovation[place], leverage[place])
+        self.pending.append(Noted(row, target, weight, scaled, innovation, leverage, seen.outputs))
         self._seen = None
         vars(self.learner)["batches"] += 1  # a module's own way of setting costs 5 us
         if len(self.pending) >= min(MOST_PENDING, 1 + self.learner.batches // ROWS_FOR_ONE):
@@ -286,25 +261,20 @@ class RowKernel:
 
     def _mixture(self) -> Floats:
         """W of the bank's mixture, (k, D)."""
-        mixture = np.zeros_like(self.average_weight) if self.rest is None else self.rest.copy()
+        mixture = self.rest.copy()
         for group in self.awake:
             mixture[:, : group.width] += (group.shares[:, :, None] * group.mean).sum(0)
         return mixture
 
     def _scaled(self, rows: Floats) -> Floats:
-        """Rows in standardised units, (p,) or (n, p); what is missing is 0 there, the mean."""
-        z = (rows - self.shift) * self.steepness
-        if not np.vdot(z, z) <= LARGEST_INPUT**2:  # seldom: some value is too large or missing
-            np.clip(z, -LARGEST_INPUT, LARGEST_INPUT, out=z)
-            z[np.isnan(z)] = 0.0
-        return np.asarray(z)
+        """Rows (n, p) in standardised units; what is missing is 0 there, the mean."""
+        z = np.clip((rows - self.shift) * self.steepness, -LARGEST_INPUT, LARGEST_INPUT)
+        return np.where(np.isnan(z), 0.0, z)
 
     def _scaled_targets(self, targets: Floats) -> Floats:
-        """Targets in standardised units, held within a million deviations."""
+        """Targets (n, k) in standardised units, held within a million deviations."""
         scaled = (targets - self.center) / self.unit
-        if not np.vdot(scaled, scaled) <= LARGEST_TARGET**2:
-            np.clip(scaled, -LARGEST_TARGET, LARGEST_TARGET, out=scaled)
-        return np.asarray(scaled)
+        return np.clip(scaled, -LARGEST_TARGET, LARGEST_TARGET)
 
     def _begin(self, row: Floats, target: Floats) -> None:
         """Take the first scales from the first row, as nothing is known of them before."""
@@ -317,29 +287,14 @@ class RowKernel:
 
     def _foresee(self, row: Floats) -> _Seen:
         """Features and forecasts of a row."""
-        z = self._scaled(row)
-        p, skip = len(z), self.learner.skip
-        phi = np.empty((self.models, self.bank.in_features + 1))
-        phi[:, 0] = 1.0
-        if skip or self.layers is None:
-            phi[:, 1 : p + 1] = z
-        if self.layers is not None:
-            phi[:, 1 + skip * p :] = self.layers(z)
-        elif skip:
-            phi[:, 1 + p :] = z
-        newest = phi[0]
-        forecasts = [group.forecasts(newest) for group in self.awake]
-        mixed = 0.0 if self.rest is None else self.rest @ newest
-        for group, forecast in zip(self.awake, forecasts, strict=True):
-            mixed = mixed + group.mixed(forecast)
-        outputs = np.empty((self.models, self.bank.out_features))
-        outputs[0] = mixed
-        if self.models == 2:
-            outputs[1] = average = self.average_weight @ phi[1]
-            average -= mixed
-            average *= self.average_share
-            mixed = mixed + average
-        return _Seen(row, phi, forecasts, outputs, mixed * self.unit + self.center)
+        phi = np.empty((self.models, self.rest.shape[1]))
+        scales = (self.shift, self.steepness, LARGEST_INPUT)
+        features(row, *scales, self.vectors, self.sizes, self.skip, phi)
+        mixed = np.zeros(len(self.rest))
+        said = [group.forecast(phi, mixed) for group in self.awake]
+        outputs = np.empty((self.models, len(mixed)))
+        blend(phi, mixed, self.rest, self.average_weight, self.average_share, outputs)
+        return _Seen(row, phi, said, outputs, mixed * self.unit + self.center)
 
     def _size(self, phi: Floats, weight: float) -> None:
         """Let the size of the features follow, as `next_power` does."""
@@ -359,22 +314,26 @@ class RowKernel:
         starts = np.cumsum([0] + [len(group) for group in bank.groups])
         self.awake_flags = bank.tending.awake(bank.batches)
         self.awake: list[GroupRows] = []
-        self.rest: Floats | None = None  # W of all that sleep, (k, D)
-        if not all(self.awake_flags):
-            self.rest = np.zeros((bank.out_features, bank.in_features + 1))
+        self.places: list[slice] = []  # of each group awake among the heads awake
+        self.rest = np.zeros((bank.out_features, bank.in_features + 1))  # W of all that sleep
+        self.heads = 0
         for group, up, start in zip(bank.groups, self.awake_flags, starts, strict=False):
             part = shares[start : start + len(group)]
             if up:
                 self.awake.append(GroupRows(group, part, bank.power))
-            elif self.rest is not None:
+                self.places.append(slice(self.heads, self.heads + len(group)))
+                self.heads += len(group)
+            else:
                 mean = group.posterior.mean.numpy()
                 self.rest[:, : group.width] += (part[:, :, None] * mean).sum(0)
         self._seen = None
         x, y = learner.scaling.x, learner.scaling.y
-        self.shift = np.zeros(1) if x is None else x.shift.numpy()
-        self.steepness = np.ones(1) if x is None else 1 / x.scale.numpy()
-        self.unit = np.ones(1) if y is None else y.scale.numpy()
-        self.center = np.zeros(1) if y is None else y.shift.numpy()
+        inputs, outputs = int(self.sizes[0]), bank.out_features
+        self.shift = np.zeros(inputs) if x is None else x.shift.numpy()
+        self.steepness = np.ones(inputs) if x is None else 1 / x.scale.numpy()
+        self.unit = np.ones(outputs) if y is None else y.scale.numpy()
+        self.steps = 1 / self.unit
+        self.center = np.zeros(outputs) if y is None else y.shift.numpy()
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()
             self.average_weight = learner.average.weight.numpy()

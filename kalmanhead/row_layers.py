@@ -1,8 +1,8 @@
-"""An MLP in numpy, on the memory of torch's: features of single rows, gradient steps on a few.
+"""An MLP on the memory of torch's, compiled: features of single rows, gradient steps on a few.
 
 The parameters and the optimiser's state stay torch's own, so checkpoints, growth and everything
-else that knows of them go on as they are; only the arithmetic is done here. To keep the number of
-calls small, the parameters of a model are moved into one vector, and so are the moments.
+else that knows of them go on as they are; only the arithmetic is done here. To keep the calls
+simple, the parameters of a model are moved into one vector, and so are the moments.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from itertools import accumulate
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import erf
 from torch import Tensor
 
 from kalmanhead.backbones import MLP
 from kalmanhead.errors import NumericalError
+from kalmanhead.row_compiled import adam, backward, features, forward
 
 Floats = NDArray[np.float64]
-Passed = list[tuple[Floats, Floats, Floats]]
+Passed = tuple[Floats, Floats]  # values and slopes of all layers
 
-SQRT_HALF = math.sqrt(0.5)
 MOMENTS = {torch.optim.Adam: ("exp_avg", "exp_avg_sq"), torch.optim.SGD: ("momentum_buffer",)}
 
 
@@ -44,58 +43,29 @@ class Layers:
         pieces = [_one_piece(list(model.parameters())) for model in models]
         common = torch.stack([vector for vector, _ in pieces])
         self.vectors = common.numpy()
-        stacks = []
-        for (start, shape), *others in zip(*(places for _, places in pieces), strict=True):
-            size = math.prod(shape)
-            stacks.append(common[:, start : start + size].view(len(models), *shape))
-            assert all(place == (start, shape) for place in others)
-        for i, model in enumerate(models):
-            for parameter, stack in zip(model.parameters(), stacks, strict=True):
-                parameter.data = stack[i]
-        self.weights = [stack.numpy() for stack in stacks[::2]]
-        self.biases = [stack.numpy() for stack in stacks[1::2]]
+        for model, vector, (_, places) in zip(models, common, pieces, strict=True):
+            for parameter, (start, shape) in zip(model.parameters(), places, strict=True):
+                parameter.data = vector[start : start + math.prod(shape)].view(shape)
+        shapes = [shape for _, shape in pieces[0][1][::2]]
+        self.sizes = np.array([shapes[0][1], *[many for many, _ in shapes]])
 
     def __call__(self, z: Floats) -> Floats:
         """Features of one row, (p,) -> (m, width)."""
-        a = self.weights[0] @ z
-        a += self.biases[0]
-        a *= erf(a * SQRT_HALF) + 1  # twice gelu
-        for weight, bias in zip(self.weights[1:], self.biases[1:], strict=True):
-            a = (weight @ a[:, :, None])[:, :, 0]
-            a *= 0.5
-            a += bias
-            a *= erf(a * SQRT_HALF) + 1
-        a *= 0.5
-        return np.asarray(a)
+        phi = np.empty((len(self.vectors), 1 + self.sizes[-1]))
+        unscaled = (np.zeros_like(z), np.ones_like(z), math.inf)
+        features(z, *unscaled, self.vectors, self.sizes, False, phi)
+        return phi[:, 1:]
 
     def forward(self, z: Floats) -> tuple[Floats, Passed]:
         """Features (n, width) of rows (n, p) by the first model, and what `backward` needs."""
-        passed, h = [], z
-        for weight, bias in zip(self.weights, self.biases, strict=True):
-            a = h @ weight[0].T
-            a += bias[0]
-            half = erf(a * SQRT_HALF)
-            half += 1
-            half *= 0.5
-            slope = a * a
-            slope *= -0.5
-            np.exp(slope, out=slope)
-            slope *= a
-            slope /= math.sqrt(2 * math.pi)
-            slope += half
-            passed.append((h, slope, weight[0]))
-            h = a * half
-        return h, passed
+        values, slopes = forward(self.vectors[0], self.sizes, z)
+        return values[-len(z) * self.sizes[-1] :].reshape(len(z), -1), (values, slopes)
 
     def backward(self, passed: Passed, gradient: Floats) -> Floats:
         """Gradient of all parameters, (size,), from that of the features, (n, width)."""
-        parts: list[Floats] = []
-        for i, (h, slope, weight) in reversed(list(enumerate(passed))):
-            inner = gradient * slope
-            parts += [inner.sum(0), (inner.T @ h).ravel()]
-            if i:
-                gradient = inner @ weight
-        return np.concatenate(parts[::-1])
+        return np.asarray(
+            backward(self.vectors[0], self.sizes, *passed, np.ascontiguousarray(gradient))
+        )
 
 
 class Descent:
@@ -154,19 +124,16 @@ class Descent:
     def _adam(self, values: Floats, gradient: Floats) -> None:
         for count in self.steps:
             count += 1
-        step, (fast, slow) = float(self.steps[0]), self.options["betas"]
-        mean, square = self.moments
-        mean += (1 - fast) * (gradient - mean)
-        square *= slow
-        gradient = gradient * gradient
-        gradient *= 1 - slow
-        square += gradient
-        root = np.sqrt(square)
-        root /= math.sqrt(1 - slow**step)
-        root += self.options["eps"]
-        change = mean / root
-        change *= self.options["lr"] / (1 - fast**step)
-        values -= change
+        options = self.options
+        adam(
+            values,
+            gradient,
+            *self.moments,
+            options["lr"],
+            *options["betas"],
+            options["eps"],
+            float(self.steps[0]),
+        )
 
 
 def _one_piece(tensors: list[Tensor]) -> tuple[Tensor, list[tuple[int, tuple[int, ...]]]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,8 @@ class RowModel:
         # Rows in their own units, targets and weights that wait for the backbone's next step.
         self.waiting: list[tuple[Floats, Floats, float]] = []
         self.values_missing = 0
-        self._last: tuple[list[Any], Floats] = [], np.empty(0)
+        self._take = _taker(self.features)
+        self._last: tuple[tuple[Any, ...], Floats] = (), np.empty(0)
         config.build(1, 1, one_hot)  # refuses bad options before any data come
 
     @property
@@ -201,17 +203,18 @@ class RowModel:
         """
         row = self._plain(x)
         if row is None:
-            values = {name: as_number(name, value) for name, value in x.items()}
+            numbers = {name: as_number(name, value) for name, value in x.items()}
             kernel = self._make_room(x.keys(), y.keys())
-            row = self._place(values)
-            self.values_missing += sum(map(math.isnan, values.values()))
+            row = self._place(numbers)
+            self.values_missing += sum(map(math.isnan, numbers.values()))
         elif self.kernel is not None and self.outputs.keys() >= y.keys():
             kernel = self.kernel
         else:
             kernel = self._make_room((), y.keys())
-        target = np.full(len(self.outputs), 0.0 if self.one_hot else math.nan)
+        values = [0.0 if self.one_hot else math.nan] * len(self.outputs)
         for name, value in y.items():
-            target[self.outputs[name]] = value
+            values[self.outputs[name]] = value
+        target = np.array(values)
         forecast = kernel.learn(row, target, weight)
         if kernel.learner.trained:
             self.waiting.append((row, target, weight))
@@ -274,6 +277,7 @@ class RowModel:
         state = dict(vars(self))
         kernel = state.pop("kernel")
         state.pop("_last")
+        state.pop("_take")
         state["config"] = dataclasses.asdict(self.config)
         state["learnt"] = None if kernel is None else _to_numpy(kernel.learner.state())
         state["pending"] = None if kernel is None else [tuple(row) for row in kernel.pending]
@@ -285,7 +289,8 @@ class RowModel:
         learnt, pending = state.pop("learnt"), state.pop("pending")
         vars(self).update(state)
         self.config = RowConfig(**state["config"])
-        self.kernel, self._last = None, ([], np.empty(0))
+        self.kernel, self._last = None, ((), np.empty(0))
+        self._take = _taker(self.features)
         if learnt is not None:
             with torch.inference_mode(False):
                 learner = self._fresh()
@@ -306,6 +311,7 @@ class RowModel:
         for names, places in ((features, self.features), (outputs, self.outputs)):
             for name in sorted((n for n in names if n not in places), key=_order):
                 places[name] = len(places)
+        self._take = _taker(self.features)
         with torch.inference_mode(False), torch.no_grad():
             fresh = self._fresh()
             if self.kernel is not None:
@@ -326,10 +332,11 @@ class RowModel:
 
     def _plain(self, x: Mapping[Hashable, Any]) -> Floats | None:
         """Values in the model's columns if they are just what is known, and all finite numbers."""
-        if len(x) != len(self.features) or not x:
+        # Other mappings may make up what they do not hold.
+        if type(x) is not dict or len(x) != len(self.features) or not x:
             return None
         try:
-            values = [x[name] for name in self.features]
+            values = self._take(x)
             if values == self._last[0]:  # a row is predicted and then learnt from
                 return self._last[1]
             row = np.array(values)
@@ -363,6 +370,13 @@ class RowModel:
         for i, (row, target, _) in enumerate(waiting):  # names may have come since
             x[i, : len(row)], y[i, : len(target)] = row, target
         kernel.step_backbone(x, y, np.array([weight for *_, weight in waiting]))
+
+
+def _taker(names: Collection[Hashable]) -> Callable[[Mapping[Hashable, Any]], tuple[Any, ...]]:
+    """What takes the values of these names out of a row, in their order."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda row: tuple(row[name] for name in names)
 
 
 def is_missing(value: Any) -> bool:

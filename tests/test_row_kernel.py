@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,11 @@ from kalmanhead.errors import NumericalError
 from kalmanhead.guard import squared_loss
 from kalmanhead.optimizers import adam, sgd
 from kalmanhead.optimizers import descend as torch_descend
+from kalmanhead.row_compiled import compiled, standardise
 from kalmanhead.row_kernel import RowKernel
 from kalmanhead.row_layers import Descent, Layers
 from kalmanhead.row_model import RowConfig
+from kalmanhead.scaling import LARGEST_INPUT
 
 CONFIGS = {
     "bank": {"width": 6},
@@ -167,3 +170,27 @@ def test_models_side_by_side_share_memory_with_torch():
         models[1].layers[0].weight.zero_()
         models[1].layers[0].bias.zero_()
     np.testing.assert_allclose(layers(z)[1], models[1](torch.tensor(z)[None])[0].detach())
+
+
+def test_without_a_folder_for_compiled_code_it_is_compiled_all_the_same(monkeypatch):
+    njit = numba.njit
+
+    def nowhere(*, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(numba, "njit", nowhere)
+    assert compiled(lambda x: 1 / x)(4.0) == 0.25
+    assert compiled(lambda x: 1 / x)(0.0) == math.inf  # as numpy has it
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e308, 31.0, -31.0, math.nan, 0.5])
+def test_rows_are_scaled_one_by_one_as_all_together(value):
+    kernel = RowKernel(build("bank", 1))
+    for x, y, weight in rows(30, 1):
+        kernel.learn(x, y, weight)
+    row = np.array([value, 1.0, 2.0, 3.0])
+    z = np.empty(4)
+    standardise(row, kernel.shift, kernel.steepness, LARGEST_INPUT, 0.0, z)
+    np.testing.assert_allclose(z, kernel._scaled(row[None])[0], rtol=1e-15)
