@@ -368,7 +368,7 @@ class OnlineLearner(Predictor):
             self.scaling.load_state(scaling, self.device)
             if average is not None:
                 vars(self.average).update(average)
-            if self.relative is not None:
+            if self.relative is not None and relative is not None:
                 self.relative.load_state(relative)
             if forget is not None:
                 forget()
@@ -401,8 +401,10 @@ class OnlineLearner(Predictor):
 
     def _arrived(self, x: Tensor, y: Tensor, weight: Tensor | None) -> _Pass:
         """A batch as it comes; with a buffer the backbone does not train on it."""
-        with torch.set_grad_enabled(self.buffer is None):
-            return self._pass(x, y, weight, training=self.buffer is None)
+        if self.buffer is None:
+            return self._pass(x, y, weight)
+        with torch.no_grad():
+            return self._pass(x, y, weight, training=False)
 
     def _drawn(self, batch: _Pass) -> _Pass:
         """What the backbone trains on: the batch, or as many rows of the buffer."""
