@@ -88,8 +88,28 @@ def _open_river(target: str, options: SourceOptions) -> Source:
     return RiverSource(target, features=options.features)
 
 
+def _open_pde(target: str, options: SourceOptions) -> Source:
+    _refuse(
+        target,
+        "an equation",
+        targets=options.targets,
+        features=options.features,
+        field=options.field,
+        weight=options.weight,
+        follow=options.follow,
+    )
+    # Slow to import, and needed by few.
+    from kalmanhead.streams.pde.source import open_pde
+
+    return open_pde(target, dims=options.dims)
+
+
 # What stands before the first colon of a target that is neither a path nor a URL.
-SCHEMES: dict[str, Opener] = {"river": _open_river, "river.synth": _open_river}
+SCHEMES: dict[str, Opener] = {
+    "river": _open_river,
+    "river.synth": _open_river,
+    "pde": _open_pde,
+}
 
 
 def make_source(target: Any, options: SourceOptions | None = None) -> Source:
@@ -113,8 +133,8 @@ def make_source(target: Any, options: SourceOptions | None = None) -> Source:
         series = MemoryRows(target, options.field or "u")
         return LeadSource(series, options.lead, dims=options.dims)
     raise SourceError(
-        f"cannot stream from {type(target).__name__}; give a path, a URL, river:NAME, arrays "
-        f"(x, y), one array or a torch DataLoader"
+        f"cannot stream from {type(target).__name__}; give a path, a URL, river:NAME, pde:NAME, "
+        f"arrays (x, y), one array or a torch DataLoader"
     )
 
 
@@ -149,10 +169,11 @@ def open_source(
     ----------
     target:
         A path or fsspec URL of a Zarr group (directory or zip) or of Parquet files (one, a
-        directory, a glob); `river:NAME` or `river.synth:NAME?seed=3&rows=1000`; arrays or
-        tensors (x, y) or (x, y, weight); one array that predicts itself `lead` steps ahead; a
-        torch DataLoader of (x, y), which can be resumed exactly only if it does not shuffle; or
-        a `Source`.
+        directory, a glob); `river:NAME` or `river.synth:NAME?seed=3&rows=1000`; an equation
+        that is solved while it is read, `pde:NAME?seed=3&rows=1000` (see
+        `kalmanhead.streams.pde.source`); arrays or tensors (x, y) or (x, y, weight); one array
+        that predicts itself `lead` steps ahead; a torch DataLoader of (x, y), which can be
+        resumed exactly only if it does not shuffle; or a `Source`.
     batch_size:
         Rows per batch.
     x, y, weight:

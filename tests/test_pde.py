@@ -106,15 +106,18 @@ def test_a_constant_field_stays():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nu": 0.0}, "nu must be a positive number, got 0.0"),
+        ({"nu": 0.0}, "nu must be a number above 0.0, got 0.0"),
         ({"nu": -1.0}, "nu must be"),
+        ({"nu": True}, "nu must be a number above 0.0, got True"),
+        ({"grid": 64.0}, "grid must be a whole number from 8, got 64.0"),
+        ({"zero_mean": 1}, "zero_mean must be true or false, got 1"),
         ({"time": 0.0}, "time must be"),
         ({"length": float("nan")}, "length must be"),
         ({"dt": -0.1}, "dt must be"),
         ({"grid": 65}, "grid must be even"),
-        ({"grid": 4}, "grid must be even and at least 8"),
+        ({"grid": 4}, "grid must be a whole number from 8, got 4"),
         ({"solver_grid": 300}, "solver_grid must be a multiple of grid = 256"),
-        ({"seed": -1}, "seed must not be negative"),
+        ({"seed": -1}, "seed must be a whole number from 0, got -1"),
     ],
 )
 def test_senseless_arguments_are_refused(options, message):
@@ -160,7 +163,7 @@ def test_a_file_holds_the_fields_and_how_they_were_made(tmp_path, dtype):
         "domain": [0.0, 1.0],
         "time": 0.1,
         "seed": 7,
-        "dt": None,
+        "dt": 0.0,
         "solver_grid": 128,
         "dtype": dtype,
         "samples": 5,
