@@ -38,3 +38,36 @@ def log_student_t(y, location, scale_matrix, dof):
         - np.linalg.slogdet(scale_matrix)[1] / 2
         - (dof + n) / 2 * np.log1p(quadratic / dof)
     )
+
+
+def field_errors(prediction, target):
+    """Relative errors of fields (n, c, *grid), NaN where missing: what `Metrics` has of them."""
+    n, c = target.shape[:2]
+    seen = np.isfinite(target)
+    error, y = np.where(seen, prediction - target, 0.0), np.where(seen, target, 0.0)
+    errors, norms = (np.linalg.norm(v.reshape(n, c, -1), axis=2) for v in (error, y))
+    sides = [np.sqrt((v.swapaxes(0, 1).reshape(c, -1) ** 2).sum(1)) for v in (error, y)]
+    h1 = [
+        h1_norm(error[i, j]) / h1_norm(y[i, j])
+        for i in range(n)
+        for j in range(c)
+        if seen[i, j].all() and (y[i, j] != 0).any()
+    ]
+    return {
+        "nrmse": (sides[0] / sides[1])[sides[1] > 0].mean(),
+        "relative_l2": (errors[norms > 0] / norms[norms > 0]).mean(),
+        "relative_l2_ratio": errors.sum() / norms.sum(),
+        "relative_h1": np.mean(h1),
+    }
+
+
+def h1_norm(u, length=1.0):
+    """Root of the sum of u^2 and of its squared slopes, by a dense matrix of differentiation."""
+    total = (u**2).sum()
+    for axis, points in enumerate(u.shape):
+        k = np.arange(points)
+        k = np.where(k < (points + 1) // 2, k, k - points)
+        waves = np.exp(2j * pi * np.outer(np.arange(points), k) / points)
+        slope = waves @ np.diag(2j * pi * k / length) @ waves.conj().T / points
+        total += (np.abs(np.tensordot(slope, np.moveaxis(u, axis, 0), 1)) ** 2).sum()
+    return np.sqrt(total)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import field_errors
 
 from kalmanhead.checkpoint import load, save
 from kalmanhead.errors import CheckpointError, ConfigError
@@ -39,10 +41,7 @@ def dense(prediction, target, field=False):
         "r2": np.mean(r2) if r2 else None,
     }
     if field:
-        errors = np.linalg.norm(error, axis=2)
-        norms = np.linalg.norm(np.where(seen, y, 0.0), axis=2)
-        measures["relative_l2"] = (errors[norms > 0] / norms[norms > 0]).mean()
-        measures["relative_l2_ratio"] = errors.sum() / norms.sum()
+        measures.update(field_errors(*(np.asarray(v.double()) for v in (prediction, target))))
     return measures
 
 
@@ -89,7 +88,9 @@ def test_zero_target_fields_are_left_out_and_counted():
     nothing = Metrics(field=True)
     nothing.update(torch.ones(3, 1, 4), torch.zeros(3, 1, 4))
     assert nothing.summary()["zero_targets"] == 3
-    assert nothing.summary()["prequential"]["relative_l2"] is None
+    measures = nothing.summary()["prequential"]
+    assert {measures[name] for name in ("nrmse", "relative_l2", "relative_h1")} == {None}
+    assert measures["rmse"] == 1.0
 
 
 def test_no_scale_rules_r2_or_relative_l2():
@@ -218,6 +219,34 @@ def test_a_state_from_before_coverage():
     assert metrics.summary()["calibration"] is None
     with pytest.raises(CheckpointError, match="cannot be read"):
         metrics.load_state({**old, "calibration": [[1.0, 2.0]]})
+
+
+def test_a_state_from_before_h1():
+    y, noise = torch.randn(2, 9, 1, 8, generator=generator())
+    old, new = (feed(Metrics(field=True), y + noise, y, [4, 5]).state() for _ in range(2))
+    for tally in (old["closed"], old["open"], *old["window"]):
+        tally["field"] = tally["field"][:5].clone()
+    metrics, whole = Metrics(field=True), Metrics(field=True)
+    metrics.load_state(old)
+    whole.load_state(new)
+    before = whole.summary()["prequential"]
+    assert metrics.summary()["prequential"] == {**before, "relative_h1": None}
+    metrics.update(y[:4] + noise[:4], y[:4])
+    expected = field_errors((y + noise)[:4].double().numpy(), y[:4].double().numpy())
+    assert metrics.summary()["prequential"]["relative_h1"] == pytest.approx(expected["relative_h1"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_field_that_is_not_finite_is_not_hidden(value):
+    y = torch.randn(4, 1, 8, generator=generator())
+    p = y.clone()
+    p[1, 0, 3] = value
+    metrics = Metrics(field=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics.update(p, y)
+        measures = metrics.summary()["prequential"]
+    assert [name for name, found in measures.items() if found is not None] == []
 
 
 def test_a_nan_prediction_is_not_hidden():
