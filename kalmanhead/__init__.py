@@ -18,6 +18,8 @@ _HOMES = {
     "build_learner": "kalmanhead.config",
     "Progress": "kalmanhead.engine",
     "learn_stream": "kalmanhead.engine",
+    "rollout": "kalmanhead.engine",
+    "rollout_errors": "kalmanhead.fields",
 }
 
 __all__ = sorted(_HOMES)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kalmanhead.batch import Batch, Cursor
+from kalmanhead.errors import ConfigError
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.metrics import Metrics
 
@@ -160,3 +163,58 @@ def evaluate(learner: OnlineLearner, batches: Iterable[Batch], *, field: bool) -
     for batch in batches:
         metrics.update(learner.predict(batch.x), batch.y)
     return metrics
+
+
+def rollout(
+    learner: OnlineLearner,
+    x0: Tensor,  # (n, c, *grid) or (n, d)
+    steps: int,
+) -> Tensor:
+    """Predict from the learner's own predictions: steps 1, 2, ... after the states x0.
+
+    A state that is no longer finite stays NaN, without a word; nothing is learnt.
+
+    Returns
+    -------
+    Tensor
+        (n, steps, c, *grid), in the dtype of the predictions; `kalmanhead.fields.rollout_errors`
+        holds it against the truth.
+
+    Raises
+    ------
+    ConfigError
+        The learner's targets are not of the shape of its inputs, or `steps` is below 1.
+
+    Examples
+    --------
+    >>> from kalmanhead.config import ModelConfig, build_learner
+    >>> learner = build_learner(ModelConfig(backbone="linear", head="ridge", lam=1e-9), (1,), (1,))
+    >>> x = torch.linspace(-1, 1, 64)[:, None].double()
+    >>> for _ in range(3):
+    ...     learner.learn(x, 0.5 * x)
+    >>> rollout(learner, torch.tensor([[8.0]]).double(), 3).flatten().round(decimals=6).tolist()
+    [4.0, 2.0, 1.0]
+    """
+    if steps < 1:
+        raise ConfigError(f"steps is {steps}: a roll-out has at least 1")
+    states, x = [], x0
+    for _ in range(steps):
+        x = _next_state(learner, x)
+        states.append(x)
+    return torch.stack(states, 1)
+
+
+def _next_state(learner: OnlineLearner, x: Tensor) -> Tensor:
+    alive = x.isfinite().flatten(1).all(1)
+    if not alive.any():
+        return torch.full_like(x, math.nan)
+    y = learner.predict(x[alive])
+    if y.shape[1:] != x.shape[1:]:
+        raise ConfigError(
+            f"a roll-out needs predictions of the inputs' own shape: inputs are "
+            f"{tuple(x.shape[1:])}, predictions {tuple(y.shape[1:])}; learn from u(t) as x and "
+            "u(t + 1) as y"
+        )
+    after = y.new_full(x.shape, math.nan)
+    after[alive.to(y.device)] = y
+    return after

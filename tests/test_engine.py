@@ -1,16 +1,19 @@
 """The loop: what is scored, what is learnt when, what a checkpoint of it holds."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from command import assert_same
 
 from kalmanhead import checkpoint
 from kalmanhead.batch import Batch, Cursor
 from kalmanhead.config import HEADS, ModelConfig, build_learner
-from kalmanhead.engine import Progress, evaluate, learn_stream
+from kalmanhead.engine import Progress, evaluate, learn_stream, rollout
 from kalmanhead.errors import ConfigError
+from kalmanhead.fields import rollout_errors
 from kalmanhead.streams import open_source
 
 
@@ -131,3 +134,66 @@ def test_bad_rows_are_counted():
 def test_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         build_learner(ModelConfig(**options), (3,), (1,))
+
+
+def linear_learner(matrix, rows=60):
+    """Knows y = A x to rounding."""
+    learner = build_learner(
+        ModelConfig(backbone="linear", head="ridge", lam=1e-12), (len(matrix),), (len(matrix),)
+    )
+    x = np.random.default_rng(0).normal(size=(rows, len(matrix)))
+    for _ in range(2):
+        learner.learn(torch.from_numpy(x), torch.from_numpy(x @ matrix.T))
+    return learner
+
+
+def test_a_rollout_of_a_linear_map_is_its_powers():
+    turn = 0.3
+    matrix = 0.9 * np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    learner = linear_learner(matrix)
+    x0 = np.array([[1.0, 0.0], [0.5, -2.0], [0.0, 1.0]])
+    predicted = rollout(learner, torch.from_numpy(x0), 6)
+    expected = np.stack([x0 @ np.linalg.matrix_power(matrix, j).T for j in range(1, 7)], 1)
+    np.testing.assert_allclose(predicted, expected, atol=1e-7)
+    assert rollout_errors(predicted[:, :, None], expected[:, :, None]).relative_l2.max() < 1e-6
+    assert rollout_errors(predicted[:, :, None], expected[:, :, None]).steps_until is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_rollout_that_diverges_says_so_without_a_warning(dtype):
+    class Explosion(torch.nn.Module):
+        def predict(self, x):
+            return x * torch.tensor(1e20, dtype=x.dtype)
+
+    x0 = torch.ones(3, 1, 8, dtype=dtype)
+    x0[2, 0, 1] = np.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        predicted = rollout(Explosion(), x0, 20)
+        errors = rollout_errors(predicted[:2], torch.ones(2, 20, 1, 8))
+    assert predicted.shape == (3, 20, 1, 8)
+    assert predicted.dtype == dtype
+    assert predicted[2].isnan().all()  # the others are not held up by a state that is gone
+    assert errors.relative_l2[0] == pytest.approx(1e20)
+    assert errors.relative_l2[-1] == np.inf
+    assert errors.steps_until == 1
+
+
+def test_a_rollout_changes_nothing_and_is_predict_by_predict():
+    learner = build_learner(ModelConfig(width=4, modes=3), (2, 16), (2, 16), 1)
+    x = torch.randn(20, 2, 16, generator=torch.Generator().manual_seed(0))
+    learner.learn(x, x.roll(1, -1))
+    before = copy.deepcopy(learner.state())
+    first = learner.predict(x[:3])
+    expected = torch.stack([first, learner.predict(first)], 1)
+    assert torch.equal(rollout(learner, x[:3], 2), expected)
+    assert_same(learner.state(), before)
+
+
+def test_rollouts_that_cannot_be():
+    learner = build_learner(ModelConfig(backbone="linear"), (3,), (2,))
+    learner.learn(torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.raises(ConfigError, match=r"inputs are \(3,\), predictions \(2,\); learn from u"):
+        rollout(learner, torch.ones(1, 3), 4)
+    with pytest.raises(ConfigError, match="steps is 0: a roll-out has at least 1"):
+        rollout(learner, torch.ones(1, 3), 0)
