@@ -18,6 +18,7 @@ COMMANDS = {
     "resume": "Go on with a run where its last checkpoint left it.",
     "show": "Show the options and the newest checkpoint of a run.",
     "predict": "Predict the rows of a new source.",
+    "rollout": "Predict a trajectory of fields, each step from the one before.",
     "plot": "Draw the learning curve of a run.",
     "make": "Make a data set by solving an equation.",
 }

@@ -19,7 +19,7 @@ from kalmanhead.errors import ConfigError
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.metrics import Metrics
 from kalmanhead.rundir import RunDirectory
-from kalmanhead.streams import SourceSpec
+from kalmanhead.streams import SourceSpec, Stream
 
 
 def predict_rows(
@@ -41,18 +41,12 @@ def predict_rows(
     directory = RunDirectory.open(run)
     options = stored_options(directory, {}, trust_code=trust_code)
     learner, learnt, features = restored_learner(directory, options)
-    stream = open_stream(
+    stream = open_new_rows(
         options,
-        source=source,
-        feature=features,
-        weight=None,
+        learnt,
+        features,
+        source,
         batch_size=batch_size,
-        dims=learnt.grid_dims,
-        epochs=1,
-        shuffle=False,
-        holdout=0,
-        max_rows=None,
-        on_bad="stop",
         optional_targets=learnt.y_shape[0],
     )
     check_rows(stream.spec, learnt, source)
@@ -82,6 +76,29 @@ def report_end(out: Path, rows: int, level: float, plot: Path | None, metrics: M
         click.echo(", ".join(f"{name} {number(value)}" for name, value in errors.items()))
     if plot is not None:
         click.echo(f"picture: {plot}")
+
+
+def open_new_rows(
+    options: dict[str, Any],
+    learnt: SourceSpec,
+    features: tuple[str, ...],
+    source: str,
+    **changes: Any,
+) -> Stream:
+    """Open another source as the run's own was read, once and in order."""
+    return open_stream(
+        options,
+        source=source,
+        feature=features,
+        weight=None,
+        dims=learnt.grid_dims,
+        epochs=1,
+        shuffle=False,
+        holdout=0,
+        max_rows=None,
+        on_bad="stop",
+        **changes,
+    )
 
 
 def restored_learner(

@@ -5,23 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 PARTS = ("prequential", "recent", "holdout")
+# Only in JSON: with them the table of a field would not fit into a terminal.
+UNLISTED = ("relative_l2_ratio",)
 
 
 def results_table(result: dict[str, Any]) -> str:
     """Results of a run as aligned text: a row for each set of rows, a column for each metric."""
     parts = [part for part in PARTS if result.get(part)]
-    names = list(result[parts[0]]) if parts else []
-    header = ["", *names]
-    lines = [header] + [[part, *(number(result[part][name]) for name in names)] for part in parts]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    table = "\n".join(
+    names = [name for name in result[parts[0]] if name not in UNLISTED] if parts else []
+    # A holdout from before a metric was measured has none.
+    lines = [[part, *(number(result[part].get(name)) for name in names)] for part in parts]
+    table = aligned([["", *names], *lines])
+    return "\n".join([table, counts(result), *calibration(result), *leading(result)])
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Cells in columns, the first of them to the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )
-    return "\n".join([table, counts(result), *calibration(result), *leading(result)])
 
 
 def counts(result: dict[str, Any]) -> str:

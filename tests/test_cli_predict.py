@@ -172,6 +172,10 @@ def test_a_picture_of_the_last_rows(folder, tmp_path, figures, known, monkeypatc
     outline = band.get_paths()[0].vertices
     for end in ("y_low", "y_high"):
         assert set(written[end].to_pylist()) <= set(outline[:, 1])
+    assert len(figures[0].axes) == 1 + known
+    if known:
+        (error,) = figures[0].axes[1].lines
+        np.testing.assert_array_equal(error.get_ydata(), written["y"].to_numpy() - y[120:, 0])
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -196,11 +200,16 @@ def test_a_picture_of_the_last_field(tmp_path, figures, grid, known):
         (band,) = figures[0].axes[0].collections
         assert set(low) | set(high) <= set(band.get_paths()[0].vertices[:, 1])
     else:
+        scaled = list(expected)
+        if known:
+            expected["error"] = mean - y[-1, 0]
         expected["half width of the 90% interval"] = (high - low) / 2
-        axes = [own for own in figures[0].axes if own.get_title()]
-        drawn = {own.get_title(): own.images[0].get_array() for own in axes}
-        scales = {own.images[0].get_clim() for own in axes[:-1]}
-        assert len(scales) == 1
+        images = {own.get_title(): own.images[0] for own in figures[0].axes if own.get_title()}
+        drawn = {name: image.get_array() for name, image in images.items()}
+        assert len({images[name].get_clim() for name in scaled}) == 1
+        if known:
+            least, most = images["error"].get_clim()
+            assert -least == most == np.abs(expected["error"]).max()
     assert drawn.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(drawn[name], values, rtol=1e-12, err_msg=name)
