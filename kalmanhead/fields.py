@@ -145,7 +145,7 @@ def energy_spectrum(values: Values) -> tuple[Array, Array]:
     if u.size == 0:
         return np.arange(shell.max() + 1.0), np.full(shell.max() + 1, np.nan)
     energy = _mode_energy(u).mean((0, 1)) * _twins(grid) / math.prod(grid) ** 2
-    summed = np.bincount(shell.ravel(), weights=energy.ravel())
+    summed = np.bincount(shell.ravel(), weights=energy.ravel()).astype(np.float64)
     return np.arange(float(len(summed))), summed
 
 
@@ -276,7 +276,7 @@ def _wave_numbers(grid: tuple[int, ...]) -> list[Array]:
     """Whole wave numbers of the kept modes along each axis, to be broadcast."""
     axes = [np.rint(np.fft.fftfreq(points) * points) for points in grid[:-1]]
     axes.append(np.arange(grid[-1] // 2 + 1.0))
-    return np.meshgrid(*axes, indexing="ij", sparse=True)
+    return list(np.meshgrid(*axes, indexing="ij", sparse=True))
 
 
 def _twins(grid: tuple[int, ...]) -> Array:

@@ -20,6 +20,7 @@ from command import (
 )
 
 from kalmanhead import checkpoint
+from kalmanhead.cli.table import results_table
 
 FAST = ("--width", 8, "--batch-size", 20)
 
@@ -82,10 +83,18 @@ def test_json(source, run):
 def test_fields_have_relative_errors(tmp_path, run):
     x = np.random.default_rng(0).normal(size=(40, 16))
     source = zarr_of(tmp_path / "f.zarr", x=x, y=np.roll(x, 3, 1))
-    result = ok("stream", "--source", source, "--run", run, *FAST, "--modes", 4, "--holdout", 0.25,
-                "--json").json  # fmt: skip
+    told = ok("stream", "--source", source, "--run", run, *FAST, "--modes", 4, "--holdout", 0.25,
+              "--json")  # fmt: skip
+    result = told.json
     assert result["rows"] == 30
-    assert all("relative_l2" in result[part] for part in ("prequential", "recent", "holdout"))
+    names = ["rmse", "mae", "r2", "nrmse", "relative_l2", "relative_l2_ratio", "relative_h1"]
+    for part in ("prequential", "recent", "holdout"):
+        assert list(result[part]) == names
+    table = told.out.splitlines()[:4]
+    assert table[0].split() == [name for name in names if name != "relative_l2_ratio"]
+    assert max(map(len, table)) <= 90
+    del result["holdout"]["nrmse"]  # as a run of earlier has it
+    assert results_table(result).splitlines()[3].split()[4] == "-"
     assert "relative_l2" in lines(run)[0]
 
 
