@@ -32,6 +32,9 @@ from kalmanhead.wrapping import take_head
 State = dict[str, Any]
 Order = Literal["head-first", "backbone-first"]
 
+# Batches of fields at the start in each of which the averaged model is scored; later in one of 4.
+JUDGED_AT_FIRST = 64
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -156,38 +159,45 @@ class OnlineLearner(Predictor):
         NumericalError
             The backbone has diverged, or the solve gave no finite weights.
         """
-        self.step(x, y, weight)
+        self._take(x, y, weight, foresee=False)
 
     def step(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         """Predict, then learn: the prediction that `predict` would have given, in one pass.
 
         Arguments and errors as for `learn`; returns what `predict` returns.
         """
+        prediction = self._take(x, y, weight, foresee=True)
+        assert prediction is not None
+        return prediction
+
+    def _take(self, x: Tensor, y: Tensor, weight: Tensor | None, *, foresee: bool) -> Tensor | None:
+        """Learn from a batch; what `predict` would have given, if it is wanted."""
         check_batch(x, y, weight, self.head.out_features)
         check_trainable(self.trained)
         if x.shape[0] == 0:
             return torch.empty_like(y)
         if weight is not None and not bool(weight.all()):
             # Rows of no weight are foreseen, and then it is as if they had not been there.
-            prediction, used = self.predict(x), weight > 0
-            self.step(x[used], y[used], weight[used])
+            prediction, used = self.predict(x) if foresee else None, weight > 0
+            self._take(x[used], y[used], weight[used], foresee=False)
             return prediction
         # Gradients are needed whatever mode the caller is in, and none of them is the caller's.
         with torch.inference_mode(False), torch.enable_grad():
             undo = self._snapshot()
             try:
                 weight = None if weight is None else owned(weight, self.device)
-                return self._step(owned(x, self.device), owned(y, self.device), weight)
+                return self._step(owned(x, self.device), owned(y, self.device), weight, foresee)
             except KalmanHeadError:
                 undo()
                 raise
 
-    def _step(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+    def _step(self, x: Tensor, y: Tensor, weight: Tensor | None, foresee: bool) -> Tensor | None:
+        prediction = None
         if self.buffer is not None:
             self.buffer.add(x, y, weight)
         if self.batches == 0:
             # Nothing is known of the scales yet: what was predicted must not have seen them.
-            prediction = self.predict(x)
+            prediction = self.predict(x) if foresee else None
             self.scaling.begin(x, y)
             self.scaling.follow(x, y, weight, self.parts, skip=False, express=self.targets_in_units)
             if self.relative is not None:
@@ -195,12 +205,15 @@ class OnlineLearner(Predictor):
             self._learn(self._arrived(x, y, weight))
         else:
             # A training pass moves BatchNorm's statistics, so what it says of the batch comes late.
-            forecast = self._foresee(x) if self.mode_matters else None
+            judged = self.average is not None and self._is_judged
+            forecast = self._foresee(x) if self.mode_matters and (foresee or judged) else None
             batch = self._arrived(x, y, weight)
-            with torch.no_grad():
-                forecast = forecast or self._forecast(batch.x, batch.phi)
+            if forecast is None and (foresee or judged):
+                with torch.no_grad():
+                    forecast = self._forecast(batch.x, batch.phi)
+            if foresee and forecast is not None:
                 prediction = self.scaling.unscale_targets(forecast.mixture)
-            if self.average is not None:
+            if self.average is not None and judged and forecast is not None:
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)
             self._learn(batch)
             self.scaling.follow(x, y, weight, self.parts, skip=self.leads_with_inputs, express=True)
@@ -377,6 +390,16 @@ class OnlineLearner(Predictor):
                     buffer.copy_(value)
 
         return undo
+
+    @property
+    def _is_judged(self) -> bool:
+        """Whether the average is scored on the next batch.
+
+        For fields its forward pass costs much, and each batch has thousands of points to tell by.
+        """
+        return (
+            self.head.feature_dim == -1 or self.batches < JUDGED_AT_FIRST or self.batches % 4 == 0
+        )
 
     def _learn(self, batch: _Pass) -> None:
         """Solve the head and step the backbone, in the learner's order."""

@@ -96,9 +96,9 @@ def test_a_saved_learner_goes_on_exactly():
     second.load_state(copy.deepcopy(first.state()))
     learnt(second, data[11:])
     torch.testing.assert_close(second.state(), whole.state(), rtol=0, atol=0)
-    with pytest.raises(ConfigError, match="only one of the two averages"):
+    with pytest.raises(ConfigError, match="only one of the two has the part average"):
         averaged(0.0).load_state(first.state())
-    with pytest.raises(ConfigError, match="only one of the two averages"):
+    with pytest.raises(ConfigError, match="only one of the two has the part average"):
         second.load_state(averaged(0.0).state())
     torch.testing.assert_close(second.state(), whole.state(), rtol=0, atol=0)
 
