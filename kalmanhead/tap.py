@@ -94,6 +94,19 @@ class SplitBackbone(nn.Module):
         features, output, _ = self.run(*args)
         return self.arranged(features, output)
 
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Parameters, buffers and extra state, as torch has them, and nothing else.
+
+        Some models (those of neuraloperator) add the arguments they were built with, functions
+        among them, which no checkpoint holds.
+        """
+        there = set(options.get("destination") or ())
+        found: dict[str, Any] = super().state_dict(*args, **options)
+        for key in found.keys() - there:
+            if not isinstance(found[key], Tensor) and not key.endswith("_extra_state"):
+                del found[key]
+        return found
+
     def run(self, *args: Any) -> tuple[Tensor, Any, Tensor | None]:
         """Features, the model's output and the probe that went in its last layer's place."""
         tap = self.tap
