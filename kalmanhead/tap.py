@@ -94,7 +94,9 @@ class SplitBackbone(nn.Module):
         features, output, _ = self.run(*args)
         return self.arranged(features, output)
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, **options: Any
+    ) -> dict[str, Any]:
         """Parameters, buffers and extra state, as torch has them, and nothing else.
 
         Some models (those of neuraloperator) add the arguments they were built with, functions
