@@ -271,10 +271,7 @@ def _optimizer(config: ModelConfig, grid_dims: int) -> OptimizerFactory:
     if name not in makers:
         raise ConfigError(f"optimizer {name!r} is unknown: choose adam or sgd")
     maker, lr = makers[name]
-    lr = _default(config.lr, lr)
-    if not lr >= 0:
-        raise ConfigError(f"lr is {lr}: give a learning rate of at least 0")
-    return maker(lr)
+    return maker(_default(config.lr, lr))
 
 
 def _order(name: str) -> Order:

@@ -13,14 +13,33 @@ from kalmanhead.errors import ConfigError, NumericalError, kind_and_line
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+# Beyond it a step does not fit float32, in which torch's optimisers hold theirs.
+LARGEST_RATE = 1e30
+
+
 def adam(lr: float = 3e-3) -> OptimizerFactory:
-    """Adam with this learning rate, as an argument for `OnlineLearner`."""
-    return lambda parameters: torch.optim.Adam(parameters, lr=lr)
+    """Adam with this learning rate (see `checked`), as an argument for `OnlineLearner`."""
+    rate = checked(lr)
+    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
 
 
 def sgd(lr: float = 1e-2, momentum: float = 0.9) -> OptimizerFactory:
-    """SGD with momentum, as an argument for `OnlineLearner`."""
-    return lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+    """SGD with momentum and this rate (see `checked`), as an argument for `OnlineLearner`."""
+    rate = checked(lr)
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+
+
+def checked(lr: float) -> float:
+    """A learning rate.
+
+    Raises
+    ------
+    ConfigError
+        It is no number from 0 to 1e30.
+    """
+    if not isinstance(lr, int | float) or not 0 <= lr <= LARGEST_RATE:
+        raise ConfigError(f"lr is {lr!r}: give a learning rate from 0 to {LARGEST_RATE:g}")
+    return float(lr)
 
 
 def make_optimizer(make: OptimizerFactory, trained: list[nn.Parameter]) -> torch.optim.Optimizer:

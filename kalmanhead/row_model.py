@@ -25,7 +25,7 @@ from kalmanhead.bank_group import DEFAULT_GRID, Grid
 from kalmanhead.batch import LARGEST_VALUE
 from kalmanhead.errors import ConfigError
 from kalmanhead.learner import OnlineLearner
-from kalmanhead.optimizers import adam, sgd
+from kalmanhead.optimizers import adam, checked, sgd
 from kalmanhead.row_growth import grown
 from kalmanhead.row_kernel import Noted, RowKernel
 
@@ -85,8 +85,6 @@ class RowConfig:
             raise ConfigError(f"optimizer {self.optimizer!r} is unknown: choose adam or sgd")
         make, rate = OPTIMIZERS[self.optimizer]
         rate = rate if self.lr is None else self.lr
-        if not rate >= 0:
-            raise ConfigError(f"lr is {rate}: give a learning rate of at least 0")
         learner = OnlineLearner(
             backbone,
             head,
@@ -172,6 +170,7 @@ class RowModel:
         """Take over options that may change between rows."""
         if (every, lr, clip) == (self.every, self.config.lr, self.config.clip):
             return
+        lr = None if lr is None else checked(lr)
         self.every = every
         self.config = dataclasses.replace(self.config, lr=lr, clip=clip)
         if self.kernel is None:

@@ -64,6 +64,7 @@ WRONG = [
     (f"{STREAM} --lam 0", "--lam.*range x>0"),
     (f"{STREAM} --lam nan", "--lam.*'nan' is not a finite number"),
     (f"{STREAM} --lr inf", "--lr.*'inf' is not a finite number"),
+    (f"{STREAM} --lr 1e300", r"lr is 1e\+300: give a learning rate from 0 to 1e\+30"),
     (f"{STREAM} --eta 2", "--eta.*range 0<=x<=1"),
     (f"{STREAM} --gamma -1", "--gamma"),
     (f"{STREAM} --head kalman", "--head.*'kalman' is not one of 'auto', 'reset'"),
