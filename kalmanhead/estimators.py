@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from river import base, proba
 from river.utils import dataframe
 
-from kalmanhead.row_frames import as_weight, in_places, plain_values, rows_of
-from kalmanhead.row_model import RowConfig, RowModel, as_number, is_missing
+from kalmanhead.errors import ConfigError
+from kalmanhead.row_config import RowConfig
+from kalmanhead.row_frames import as_weight, frame_of, in_places, plain_values, rows_of
+from kalmanhead.row_model import RowModel, as_named, as_number, is_missing
 
 Row = Mapping[Hashable, Any]
 
@@ -198,7 +200,7 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
 
     def predict_many(self, X: Any) -> Any:
         """Predictions for the rows of a frame, as a series of the same kind and index."""
-        frame = dataframe.into_frame(X)
+        frame = frame_of(X)
         mean = np.zeros(len(frame))
         if self._model.outputs:
             mean = self._model.predict(in_places(self._model, frame))[:, 0]
@@ -230,7 +232,8 @@ class KalmanHeadMultiTargetRegressor(_RowEstimator, base.MultiTargetRegressor):
 
         Errors are those of `KalmanHeadRegressor.learn_one`.
         """
-        self._learn(x, {name: as_number(name, value) for name, value in y.items()}, w)
+        targets = as_named(y, "y").items()
+        self._learn(x, {name: as_number(name, value) for name, value in targets}, w)
 
     def predict_one(self, x: Row, with_dist: bool = False) -> dict[Any, Any]:
         """Predictions by target; of the targets seen so far, so none before any learning."""
@@ -248,14 +251,14 @@ class KalmanHeadMultiTargetRegressor(_RowEstimator, base.MultiTargetRegressor):
         """Learn from the rows of a frame and of a frame of targets, by position."""
         targets = [
             {name: as_number(name, value) for name, value in row.items()}
-            for row in dataframe.into_frame(y).rows(named=True)
+            for row in frame_of(y).rows(named=True)
         ]
         for x, target, weight in rows_of(X, targets, w):
             self.learn_one(x, target, weight)
 
     def predict_many(self, X: Any) -> Any:
         """Predictions for the rows of a frame, as a frame of the same kind and index."""
-        frame = dataframe.into_frame(X)
+        frame = frame_of(X)
         mean = self._model.predict(in_places(self._model, frame))
         return dataframe.to_native_frame(
             {name: mean[:, j] for name, j in self._model.outputs.items()}, like=frame
@@ -295,13 +298,14 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
         Errors are those of `KalmanHeadRegressor.learn_one`.
         """
-        if is_missing(y):
+        label = as_label(y)
+        if label is None:
             self._targets_skipped += 1
             return
-        label = y.item() if isinstance(y, np.generic) else y
-        means = self._learn(x, {label: 1.0}, w)
+        weight = as_weight(w)
+        means = self._learn(x, {label: 1.0}, weight)
         if means is not None:
-            self._slope.learn(means, self._model.outputs[label], w)
+            self._slope.learn(means, self._model.outputs[label], weight)
 
     def predict_proba_one(self, x: Row, **kwargs: Any) -> dict[Any, float]:
         """Probability of each class seen so far; none before any learning."""
@@ -316,7 +320,7 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
     def predict_proba_many(self, X: Any) -> Any:
         """Probabilities for the rows of a frame, a column for each class, same kind and index."""
-        frame = dataframe.into_frame(X)
+        frame = frame_of(X)
         probabilities = self._probabilities(in_places(self._model, frame))
         return dataframe.to_native_frame(
             {label: probabilities[:, j] for label, j in self._model.outputs.items()}, like=frame
@@ -324,7 +328,7 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
     def predict_many(self, X: Any) -> Any:
         """Most probable class for each row of a frame, as a series of the same kind and index."""
-        frame = dataframe.into_frame(X)
+        frame = frame_of(X)
         probabilities = self._probabilities(in_places(self._model, frame))
         labels = list(self._model.outputs)
         best = [labels[j] for j in probabilities.argmax(1)] if labels else [None] * len(frame)
@@ -371,6 +375,26 @@ class Slope:
         gradient = weight * (float(means[label]) - expected)
         step = gradient / max(self.information, 1.0)
         self.slope = min(max(self.slope + step, self.LEAST), self.MOST)
+
+
+def as_label(y: Any) -> Hashable:
+    """A class as a plain value; None where it is missing.
+
+    Raises
+    ------
+    ConfigError
+        It is nothing that a dict could hold as a key.
+    """
+    if isinstance(y, Hashable) and is_missing(y):
+        return None
+    label = y.item() if isinstance(y, np.generic) else y
+    try:
+        hash(label)
+    except TypeError:
+        raise ConfigError(
+            f"y is a {type(y).__name__} ({y!r:.40}): give a class as a bool, str or int"
+        ) from None
+    return label
 
 
 def _gaussian(mean: float, variance: float) -> Any:

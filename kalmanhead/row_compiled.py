@@ -31,6 +31,12 @@ def compiled(function: Compiled) -> Compiled:
 
 
 @compiled
+def holds(values, limit):  # type: ignore[no-untyped-def]
+    """Whether all of values (p,) are numbers within +-limit."""
+    return np.all(np.abs(values) <= limit)
+
+
+@compiled
 def standardise(values, shift, steepness, limit, absent, z):  # type: ignore[no-untyped-def]
     """Write into z (p,) (values - shift) * steepness within +-limit, or `absent` where NaN."""
     for i in range(len(values)):

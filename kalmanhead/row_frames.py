@@ -12,9 +12,26 @@ from numpy.typing import NDArray
 from river.utils import dataframe
 
 from kalmanhead.batch import LARGEST_VALUE
-from kalmanhead.errors import ConfigError
+from kalmanhead.errors import ConfigError, kind_and_line
 from kalmanhead.layout import LARGEST_WEIGHT
 from kalmanhead.row_model import RowModel, as_number
+
+
+def frame_of(X: Any) -> Any:
+    """A frame of pandas, pyarrow or whatever narwhals reads, as narwhals sees it.
+
+    Raises
+    ------
+    ConfigError
+        It is none, or names a column twice.
+    """
+    try:
+        return dataframe.into_frame(X)
+    except (TypeError, ValueError, nw.exceptions.NarwhalsError) as error:
+        raise ConfigError(
+            f"a {type(X).__name__} cannot be read as rows ({kind_and_line(error)}): give a frame "
+            "of pandas or pyarrow, each column under a name of its own"
+        ) from error
 
 
 def as_weight(w: Any) -> float:
@@ -27,7 +44,7 @@ def as_weight(w: Any) -> float:
     """
     try:
         weight = float(w)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if not 0 <= weight <= LARGEST_WEIGHT:
         raise ConfigError(
@@ -47,7 +64,7 @@ def plain_values(y: Any) -> list[Any]:
 
 def rows_of(X: Any, targets: list[Any], w: Any) -> Iterator[tuple[dict[Any, float], Any, float]]:
     """Rows, targets and weights of a frame, after making sure that they belong together."""
-    frame = dataframe.into_frame(X)
+    frame = frame_of(X)
     weights = [float(w)] * len(frame) if np.ndim(w) == 0 else [float(v) for v in w]
     if not len(frame) == len(targets) == len(weights):
         raise ConfigError(

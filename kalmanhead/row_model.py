@@ -19,101 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kalmanhead.backbones import make_backbone
-from kalmanhead.bank import HeadBank
-from kalmanhead.bank_group import DEFAULT_GRID, Grid
 from kalmanhead.batch import LARGEST_VALUE
 from kalmanhead.errors import ConfigError
 from kalmanhead.learner import OnlineLearner
-from kalmanhead.optimizers import adam, checked, sgd
+from kalmanhead.optimizers import checked
+from kalmanhead.row_compiled import holds
+from kalmanhead.row_config import RowConfig
 from kalmanhead.row_growth import grown
 from kalmanhead.row_kernel import Noted, RowKernel
 
 State = dict[str, Any]
 Floats = NDArray[np.float64]
-
-# By head: the rate eta and the block of a bank that holds this head alone.
-SINGLE = {"reset": (1.0, "proximal"), "drift": (0.01, "deep"), "static": (0.0, "deep")}
-HEADS = ("auto", *SINGLE)
-# Decay of the moving average at each step of the backbone, beside the bank: with 8 rows a step it
-# spans as many rows as 0.95 does with 16.
-AVERAGE = 0.975
-OPTIMIZERS = {"adam": (adam, 1.5e-2), "sgd": (sgd, 1e-2)}
-
-
-@dataclasses.dataclass(frozen=True)
-class RowConfig:
-    """What kind of learner, in plain values; those of `KalmanHeadRegressor`."""
-
-    backbone: str = "mlp"
-    width: int = 32
-    depth: int | None = None
-    skip: bool | None = None
-    head: str = "auto"
-    lam: float | None = None
-    eta: float | None = None
-    optimizer: str = "adam"
-    lr: float | None = None
-    clip: float | None = None
-    average: float | None = None
-    seed: int = 0
-
-    def build(self, inputs: int, outputs: int, one_hot: bool) -> OnlineLearner:
-        """Build the learner, in float64: in float32 one row and many give other predictions.
-
-        Raises
-        ------
-        ConfigError
-            Options that do not go together.
-        """
-        if self.backbone not in ("mlp", "linear"):
-            raise ConfigError(f"backbone is {self.backbone!r}: choose mlp or linear")
-        linear = self.backbone == "linear"
-        sizes = {} if linear else {"width": self.width, "depth": self.depth}
-        backbone = make_backbone(self.backbone, (inputs,), 0, seed=self.seed, **sizes).double()
-        bank = self.head == "auto"
-        skip = (bank and not linear) if self.skip is None else self.skip
-        features = (inputs if skip else 0) + int(backbone.out_features)  # type: ignore[arg-type]
-        head = HeadBank(
-            features,
-            outputs,
-            linear_features=inputs if bank and (skip or linear) else 0,
-            grid=self._grid(linear and not skip),
-        )
-        average = (AVERAGE if bank else 0.0) if self.average is None else self.average
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer {self.optimizer!r} is unknown: choose adam or sgd")
-        make, rate = OPTIMIZERS[self.optimizer]
-        rate = rate if self.lr is None else self.lr
-        learner = OnlineLearner(
-            backbone,
-            head,
-            make(rate),
-            skip=skip,
-            scale_y=not one_hot,
-            clip=self.clip,
-            average=average or None,
-        )
-        learner.dtype = torch.float64  # which a backbone without parameters does not tell
-        return learner
-
-    def _grid(self, linear: bool) -> Grid:
-        """Heads of the bank: the default ones, or a single one."""
-        if self.head not in HEADS:
-            raise ConfigError(f"head {self.head!r} is unknown: choose one of {', '.join(HEADS)}")
-        if self.eta is not None and self.head != "drift":
-            raise ConfigError(
-                f"eta is not for head {self.head}: leave it out, or choose head drift"
-            )
-        if self.head == "auto":
-            if self.lam is not None:
-                raise ConfigError(
-                    f"lam is not for head auto: leave it out, or choose head {' or '.join(SINGLE)}"
-                )
-            return {k: v for k, v in DEFAULT_GRID.items() if not linear or k != "deep"}
-        eta, block = SINGLE[self.head]
-        lam = (10.0 if self.head == "reset" else 1.0) if self.lam is None else self.lam
-        return {block: ((lam, eta if self.eta is None else self.eta),)}
 
 
 class RowModel:
@@ -202,6 +118,7 @@ class RowModel:
         """
         row = self._plain(x)
         if row is None:
+            x = as_named(x, "x")
             numbers = {name: as_number(name, value) for name, value in x.items()}
             kernel = self._make_room(x.keys(), y.keys())
             row = self._place(numbers)
@@ -231,6 +148,7 @@ class RowModel:
         """
         row = self._plain(x)
         if row is None:
+            x = as_named(x, "x")
             known = self.features.keys() & x.keys()
             row = self._place({name: as_number(name, x[name]) for name in known})
         return row
@@ -344,7 +262,7 @@ class RowModel:
         if row.dtype.kind not in "fiub" or row.ndim != 1:
             return None
         row = row.astype(np.float64, copy=False)
-        if not float(row @ row) <= LARGEST_VALUE**2:
+        if not holds(row, LARGEST_VALUE):
             return None
         self._last = values, row
         return row
@@ -381,6 +299,21 @@ def _taker(names: Collection[Hashable]) -> Callable[[Mapping[Hashable, Any]], tu
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or pandas' NA or NaT."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)
+
+
+def as_named(values: Any, what: str) -> Mapping[Hashable, Any]:
+    """A row as a mapping, such as a dict or a pandas Series.
+
+    Raises
+    ------
+    ConfigError
+        It is none.
+    """
+    if not hasattr(values, "items") or not hasattr(values, "keys"):
+        raise ConfigError(
+            f"{what} is a {type(values).__name__} ({values!r:.40}): give a dict of numbers by name"
+        )
+    return values
 
 
 def as_number(name: Hashable, value: Any) -> float:

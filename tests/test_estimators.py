@@ -5,7 +5,9 @@ import inspect
 import math
 import pickle
 import tracemalloc
-from collections import Counter
+import warnings
+from collections import Counter, defaultdict
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -627,3 +629,109 @@ def test_it_beats_a_linear_model_where_the_truth_is_not_linear():
             model.learn_one(x, y)
     a, b = np.mean(errors[-500:], axis=0)
     assert a < 0.5 * b
+
+
+@pytest.mark.parametrize("kind", [KalmanHeadRegressor, KalmanHeadClassifier])
+@pytest.mark.parametrize(
+    ("row", "target", "options", "message"),
+    [
+        ([1, 2], 1, {}, r"x is a list \(\[1, 2\]\): give a dict of numbers by name"),
+        (None, 1, {}, "x is a NoneType"),
+        ({"a": 1.0}, 1, {"w": 10**400}, "w is 1000"),
+        ({"a": 1.0}, 1, {"w": "heavy"}, "w is 'heavy'"),
+    ],
+)
+def test_rows_and_weights_that_are_none_are_refused_in_one_line(
+    kind, row, target, options, message
+):
+    model = kind()
+    for i in range(20):
+        model.learn_one({"a": float(i % 5)}, i % 2)
+    before = pickle.dumps(model)
+    with pytest.raises(ConfigError, match=message):
+        model.learn_one(row, target, **options)
+    assert pickle.dumps(model) == before
+
+
+@pytest.mark.parametrize("label", [[1], {1: 2}, {1}, np.array([1.0, 2.0])])
+def test_classes_that_are_no_keys_are_refused(label):
+    model = KalmanHeadClassifier()
+    with pytest.raises(ConfigError, match=r"y is a .*: give a class as a bool, str or int"):
+        model.learn_one({"a": 1.0}, label)
+
+
+@pytest.mark.parametrize("targets", [[1.0], None, 3.0])
+def test_targets_that_have_no_names_are_refused(targets):
+    with pytest.raises(ConfigError, match=r"y is a .*: give a dict of numbers by name"):
+        KalmanHeadMultiTargetRegressor().learn_one({"a": 1.0}, targets)
+
+
+def test_weights_of_any_kind_of_number_are_taken():
+    models = [KalmanHeadClassifier() for _ in range(2)]
+    for i in range(60):
+        for model, weight in zip(models, (0.5, Decimal("0.5")), strict=True):
+            model.learn_one({"a": float(i % 7)}, i % 3, w=weight)
+    assert models[0].predict_proba_one({"a": 1.0}) == models[1].predict_proba_one({"a": 1.0})
+
+
+@pytest.mark.parametrize("frame", [None, np.ones((2, 2)), {"a": [1.0]}])
+def test_what_is_no_frame_is_refused(frame):
+    model = KalmanHeadRegressor()
+    for call in (lambda: model.learn_many(frame, [1.0, 2.0]), lambda: model.predict_many(frame)):
+        with pytest.raises(ConfigError, match=r"cannot be read as rows .*: give a frame of pandas"):
+            call()
+
+
+def test_a_column_named_twice_is_refused():
+    frame = pd.DataFrame([[1.0, 2.0]], columns=["a", "a"])
+    with pytest.raises(ConfigError, match="each column under a name of its own"):
+        KalmanHeadRegressor().learn_many(frame, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 2.5}, "width is 2.5: give a whole number"),
+        ({"width": "wide"}, "width is 'wide': give a whole number"),
+        ({"width": True}, "width is True: give a whole number"),
+        ({"width": 10**9}, "width is 1000000000: give at most 65536"),
+        ({"depth": 1.0}, "depth is 1.0: give a whole number or None"),
+        ({"seed": "s"}, "seed is 's': give a whole number"),
+        ({"seed": 2**70}, "seed is .*: give at most"),
+        ({"clip": "x"}, "clip is 'x': give a number or None"),
+        ({"average": "x"}, "average is 'x': give a number or None"),
+        ({"skip": "no"}, "skip is 'no': give True or False or None"),
+        ({"lr": 1e300}, r"lr is 1e\+300: give a learning rate from 0 to 1e\+30"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        KalmanHeadRegressor(**options).learn_one({"a": 1.0}, 2.0)
+
+
+def test_a_rate_that_is_mutated_is_checked():
+    model = KalmanHeadRegressor()
+    model.learn_one({"a": 1.0}, 2.0)
+    model.mutate({"lr": 1e300})
+    with pytest.raises(ConfigError, match="learning rate from 0 to"):
+        model.learn_one({"a": 1.0}, 2.0)
+
+
+def test_large_values_raise_no_warning():
+    model = KalmanHeadRegressor()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(20):
+            model.learn_one({"a": 1e308 if i == 10 else float(i)}, float(i))
+            assert math.isfinite(model.predict_one({"a": 1e308}))
+    assert model.values_missing == 1
+
+
+def test_a_row_that_makes_up_values_is_left_as_it_is():
+    model = KalmanHeadRegressor()
+    for i in range(10):
+        model.learn_one({"a": float(i), "b": 1.0}, float(i))
+    row = defaultdict(float, c=1.0, d=2.0)
+    model.predict_one(row)
+    model.learn_one(row, 1.0)
+    assert dict(row) == {"c": 1.0, "d": 2.0}

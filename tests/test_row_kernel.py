@@ -15,9 +15,9 @@ from kalmanhead.guard import squared_loss
 from kalmanhead.optimizers import adam, sgd
 from kalmanhead.optimizers import descend as torch_descend
 from kalmanhead.row_compiled import compiled, standardise
+from kalmanhead.row_config import RowConfig
 from kalmanhead.row_kernel import RowKernel
 from kalmanhead.row_layers import Descent, Layers
-from kalmanhead.row_model import RowConfig
 from kalmanhead.scaling import LARGEST_INPUT
 
 CONFIGS = {
