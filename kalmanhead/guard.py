@@ -114,7 +114,7 @@ def acts_by_mode(backbone: nn.Module, x: Tensor) -> bool:
         return True
     with torch.no_grad():
         backbone.eval()
-        evaluated = backbone(x)
+        evaluated = run_backbone(backbone, x)
         backbone.train()
         trained = backbone(x)
         backbone.eval()

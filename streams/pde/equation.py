@@ -98,7 +98,7 @@ def check_options(equation: Any) -> None:
     >>> from kalmanhead.streams.pde.advection import Advection
     >>> Advection(period=0.0)
     Traceback (most recent call last):
-    kalmanhead.errors.ConfigError: period must be a number above 0, got 0.0
+    kalmanhead.errors.ConfigError: period must be a number above 0.0, got 0.0
     """
     for part in fields(equation):
         if "about" not in part.metadata:
