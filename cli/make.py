@@ -73,7 +73,7 @@ def _command(name: str) -> click.Command:
 def parameter_option(part: Field[Any]) -> click.Option:
     """An option for one parameter; its limits are the equation's own to check."""
     flag = "--" + part.name.replace("_", "-")
-    kind: click.ParamType | None = None
+    kind: click.ParamType[Any] | None = None
     if isinstance(part.default, bool):
         flag = f"{flag}/--no-{flag[2:]}"
     elif isinstance(part.default, int):

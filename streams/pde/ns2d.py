@@ -237,8 +237,8 @@ def _shells(half: int) -> tuple[Array, Array, Array]:
     The deviations are for a variance of 1 over all modes of the plane, not only those below
     `half`, so that they do not depend on the grid.
     """
-    a, b = np.meshgrid(np.arange(-half + 1, half), np.arange(half), indexing="ij")
-    a, b = a.ravel(), b.ravel()
+    mesh = np.meshgrid(np.arange(-half + 1, half), np.arange(half), indexing="ij")
+    a, b = (part.ravel() for part in mesh)
     ours = (b > 0) | (a > 0)  # the other half plane holds the conjugates
     a, b = a[ours], b[ours]
     order = np.lexsort((b, a, np.maximum(np.abs(a), b)))
