@@ -183,7 +183,7 @@ def test_arguments_that_make_no_sense_are_named():
         OnlineLearner(abs, KalmanHead(3, 1))
     with pytest.raises(ConfigError, match="optimizer"):
         OnlineLearner(nn.Linear(3, 3), KalmanHead(3, 1), "adam")
-    with pytest.raises(ConfigError, match="lr is -1.0: give a learning rate from 0"):
+    with pytest.raises(ConfigError, match=r"lr is -1\.0: give a learning rate from 0"):
         OnlineLearner(nn.Linear(3, 3), KalmanHead(3, 1), adam(-1.0))
     with pytest.raises(ConfigError, match="the optimizer cannot be made"):
         OnlineLearner(nn.Linear(3, 3), KalmanHead(3, 1), lambda p: torch.optim.Adam(p, lr=-1.0))
