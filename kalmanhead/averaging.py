@@ -73,10 +73,13 @@ class Averaging:
         self.weight = head.weight.detach().clone()
         self.has_bias, self.feature_dim = head.has_bias, head.feature_dim
         self.standing = Standing.start(2, head.out_features, head.weight.device)
-        # Means of the mixture's |e|^(1/2) and |e|, and how many rows they stand for, all (k,).
-        start = self.standing.noise.shape[0]
-        self.moments = torch.stack([NORMAL[0] * start, NORMAL[1] * start, start])
+        self.moments = self._first_moments()
         self.rows_seen, self.batches = 0.0, 0
+
+    def _first_moments(self) -> Tensor:
+        """Sums of the mixture's |e|^(1/2) and |e|, and how many rows they stand for, all (k,)."""
+        one = torch.ones_like(self.standing.noise.shape[0])
+        return torch.stack([NORMAL[0] * one, NORMAL[1] * one, one])
 
     def __call__(self, phi: Tensor) -> Tensor:
         """What the averaged model predicts from its own features; shaped as a head's output."""
@@ -163,6 +166,11 @@ class Averaging:
         self.standing = self.standing.rescaled(ratio)
         factor = ratio.to(self.moments)
         self.moments = self.moments * torch.stack([factor.sqrt(), factor, torch.ones_like(factor)])
+
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put what is known of the errors of outputs back to the prior, where `lost`, (k,)."""
+        self.standing = self.standing.forgotten(lost)
+        self.moments = torch.where(lost, self._first_moments(), self.moments)
 
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W for leading features that were `ratio * new + offset`, both (p,)."""

@@ -320,6 +320,10 @@ class HeadBank(nn.Module):
             )
         )
 
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
+        self.standing = self.standing.forgotten(lost)
+
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,)."""

@@ -61,6 +61,10 @@ class Head(Protocol):
         """Re-express what was learnt for targets that are now `ratio * y + offset`."""
         ...
 
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
+        ...
+
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express what was learnt for leading features that were `ratio * new + offset`."""
         ...
@@ -266,6 +270,10 @@ class KalmanHead(nn.Module):
         mean = rescaled_weight(self.weight, ratio, offset, self.has_bias)
         self.posterior = replace(self.posterior, mean=mean)
         self.noise = self.noise.rescaled(ratio)
+
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
+        self.noise = self.noise.forgotten(lost)
 
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:

@@ -51,6 +51,10 @@ class Noise:
         square = ratio.to(self.rate).square().clamp(*BOUNDS[self.rate.dtype])
         return Noise(self.shape, _bounded(self.rate * square, self.shape))
 
+    def forgotten(self, lost: Tensor) -> Noise:
+        """The same with the prior of `Standing.start` for the outputs of `lost`, (k,)."""
+        return Noise(torch.where(lost, 1.0, self.shape), torch.where(lost, 1.0, self.rate))
+
     def moved(self, fn: Callable[[Tensor], Tensor]) -> Noise:
         """The same elsewhere, in the same dtype."""
         return Noise(fn(self.shape).to(self.shape.dtype), fn(self.rate).to(self.rate.dtype))

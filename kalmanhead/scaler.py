@@ -125,15 +125,21 @@ class RunningScaler:
         for name in STATE:
             setattr(self, name, state[name].to(device, torch.float64).clone())
 
+    @property
+    def varies(self) -> Tensor:
+        """Whether a channel has varied, (channels,); until then its scale is 1."""
+        # A spread below the rounding of the mean itself is rounding, not signal.
+        return self._variance > (1e-12 * self.mean).square()
+
+    @property
+    def _variance(self) -> Tensor:
+        """Mean square around the mean, or around 0 without centring, (channels,)."""
+        variance = self.squares / _or_one(self.count)
+        return variance if self.center else variance + self.mean.square()
+
     def _refresh(self) -> bool:
         """Bring shift and scale up to the statistics, if they are off by too much."""
-        variance = self.squares / _or_one(self.count)
-        if not self.center:
-            variance = variance + self.mean.square()
-        # A spread below the rounding of the mean itself is rounding, not signal.
-        floor = (1e-12 * self.mean).square()
-        varies = variance > floor
-        scale = torch.where(varies, variance, 1.0).sqrt()
+        scale = torch.where(self.varies, self._variance, 1.0).sqrt()
         shift = self.mean if self.center else torch.zeros_like(self.mean)
         off = torch.maximum((scale / self.scale - 1).abs(), (shift - self.shift).abs() / scale)
         # NaN, of statistics that have overflowed, counts as off.

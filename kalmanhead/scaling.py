@@ -32,6 +32,10 @@ class Scaled(Protocol):
         """Re-express it for targets that are now `ratio * y + offset`."""
         ...
 
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put the noise of outputs back to the prior, where `lost` says so."""
+        ...
+
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express it for leading features that were `ratio * new + offset`."""
         ...
@@ -123,11 +127,16 @@ class Scaling:
                 for part in parts:
                     part.rescale_inputs(ratio, offset)
         if self.y is not None:
-            shift, scale = self.y.shift, self.y.scale
+            shift, scale, varied = self.y.shift, self.y.scale, self.y.varies
             if self.y.update(y, weight) and express:
                 ratio, offset = scale / self.y.scale, (shift - self.y.shift) / self.y.scale
+                # Until a target varies its scale is 1, whatever its unit: the prior of the noise
+                # was not meant in that, and multiplied by the ratio it would last for ever.
+                lost = self.y.varies & ~varied
                 for part in parts:
                     part.rescale_targets(ratio, offset)
+                    if lost.any():
+                        part.forget_noise(lost)
 
     def to(self, device: torch.device) -> None:
         """Move the statistics to a device."""

@@ -144,6 +144,10 @@ class Standing:
         """The same for outputs that are now `ratio` times as large, (k,)."""
         return replace(self, noise=self.noise.rescaled(ratio))
 
+    def forgotten(self, lost: Tensor) -> Standing:
+        """The same with nothing known of the noise of the outputs of `lost`, (k,)."""
+        return replace(self, noise=self.noise.forgotten(lost))
+
 
 def log_student_t(squares: Tensor, leverage: Tensor | None, noise: Noise) -> Tensor:
     """Log density of each row under each forecaster, up to a constant, (heads, n, k).

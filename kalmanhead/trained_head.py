@@ -116,6 +116,10 @@ class TrainedHead(nn.Module):
         self.mean.copy_(rescaled_weight(self.mean, ratio, offset, self.has_bias))
         self.noise = self.noise.rescaled(ratio)
 
+    def forget_noise(self, lost: Tensor) -> None:
+        """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
+        self.noise = self.noise.forgotten(lost)
+
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W for leading features that were `ratio * new + offset`, both (p,)."""

@@ -735,3 +735,35 @@ def test_a_row_that_makes_up_values_is_left_as_it_is():
     model.predict_one(row)
     model.learn_one(row, 1.0)
     assert dict(row) == {"c": 1.0, "d": 2.0}
+
+
+def rectified(scale, rows=1000, **options):
+    """Mean error and median sigma over the later rows, in units of the target's scale."""
+    model, rng, late = KalmanHeadRegressor(**options), np.random.default_rng(0), []
+    for i in range(rows):
+        a = float(rng.normal())
+        y = scale * max(a, 0.0)
+        if i > rows // 2:
+            told = model.predict_one({"a": a}, with_dist=True)
+            late.append((abs(told.mu - y) / scale, told.sigma / scale))
+        model.learn_one({"a": a}, y)
+    return np.mean([error for error, _ in late]), np.median([sigma for _, sigma in late])
+
+
+@pytest.mark.parametrize("options", [{}, {"head": "drift"}])
+@pytest.mark.parametrize("scale", [1e-3, 1e-12, 1e9])
+def test_units_of_the_target_do_not_matter(scale, options):
+    np.testing.assert_allclose(rectified(scale, **options), rectified(1.0, **options), rtol=0.1)
+
+
+def test_a_target_that_begins_to_move_late_is_learnt_in_its_unit():
+    model, rng, errors = KalmanHeadRegressor(), np.random.default_rng(0), []
+    for i in range(900):
+        a = float(rng.normal())
+        y = 5 + (1e-6 * a if i >= 300 else 0.0)
+        if i > 700:
+            told = model.predict_one({"a": a}, with_dist=True)
+            errors.append((abs(told.mu - y) / 1e-6, told.sigma / 1e-6))
+        model.learn_one({"a": a}, y)
+    assert np.mean([error for error, _ in errors]) < 0.1
+    assert np.median([sigma for _, sigma in errors]) < 0.5
