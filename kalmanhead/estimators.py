@@ -17,7 +17,7 @@ from river.utils import dataframe
 
 from kalmanhead.errors import ConfigError
 from kalmanhead.row_config import RowConfig
-from kalmanhead.row_frames import as_weight, frame_of, in_places, plain_values, rows_of
+from kalmanhead.row_frames import as_weight, frame_of, in_places, listed, rows_of
 from kalmanhead.row_model import RowModel, as_named, as_number, is_missing
 
 Row = Mapping[Hashable, Any]
@@ -103,10 +103,9 @@ class _RowEstimator(base.Estimator):
         missing = sum(map(math.isnan, y.values()))
         if weight == 0:
             return None
-        if missing:
-            self._targets_skipped += missing
-            if missing == len(y):
-                return None
+        self._targets_skipped += missing
+        if missing == len(y):
+            return None
         self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
         return self._model.learn(x, y, weight)
 
@@ -194,7 +193,7 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
         """Learn from the rows of a frame; y and w by position, w one number or one a row."""
-        targets = [as_number("the target", value) for value in plain_values(y)]
+        targets = [as_number("the target", value) for value in listed(y, "y")]
         for x, target, weight in rows_of(X, targets, w):
             self.learn_one(x, target, weight)
 
@@ -315,7 +314,8 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
         """Learn from the rows of a frame; labels and weights by position."""
-        for x, label, weight in rows_of(X, plain_values(y), w):
+        labels = [as_label(value) for value in listed(y, "y")]
+        for x, label, weight in rows_of(X, labels, w):
             self.learn_one(x, label, weight)
 
     def predict_proba_many(self, X: Any) -> Any:

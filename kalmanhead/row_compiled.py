@@ -37,6 +37,19 @@ def holds(values, limit):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def surprises(innovation, leverage, variance, leader, deviations):  # type: ignore[no-untyped-def]
+    """Whether the leading head of some output was off by more than so many deviations.
+
+    innovation and variance of the noise are (heads, k), leverage (heads,), leader (k,).
+    """
+    for j in range(len(leader)):
+        h = leader[j]
+        if innovation[h, j] ** 2 > deviations**2 * variance[h, j] * (1 + leverage[h]):
+            return True
+    return False
+
+
+@compiled
 def standardise(values, shift, steepness, limit, absent, z):  # type: ignore[no-untyped-def]
     """Write into z (p,) (values - shift) * steepness within +-limit, or `absent` where NaN."""
     for i in range(len(values)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import narwhals.stable.v2 as nw
@@ -53,25 +53,42 @@ def as_weight(w: Any) -> float:
     return weight
 
 
-def plain_values(y: Any) -> list[Any]:
-    """Targets as plain values, by position."""
-    if isinstance(y, (list, tuple)):
-        return list(y)
-    if isinstance(y, np.ndarray):
-        return y.tolist()
-    return dataframe.into_series(y).to_list()
+def listed(values: Any, what: str) -> list[Any]:
+    """What is given row by row, by position: a list, an array or a series, a frame of one column.
+
+    Raises
+    ------
+    ConfigError
+        It has no order or no length, or several values a row.
+    """
+    if hasattr(values, "columns"):
+        frame = frame_of(values)
+        if len(frame.columns) == 1:
+            return list(frame[frame.columns[0]].to_list())
+    elif hasattr(values, "to_pylist"):  # pyarrow's scalars are no plain values
+        return list(values.to_pylist())
+    elif getattr(values, "ndim", 1) == 1 and _is_row(values):
+        return list(values)
+    raise ConfigError(
+        f"{what} is a {type(values).__name__}: give a list, an array or a series of one value a row"
+    )
+
+
+def _is_row(values: Any) -> bool:
+    unordered = isinstance(values, (str, bytes, Mapping, Set))
+    return not unordered and hasattr(values, "__len__") and hasattr(values, "__iter__")
 
 
 def rows_of(X: Any, targets: list[Any], w: Any) -> Iterator[tuple[dict[Any, float], Any, float]]:
     """Rows, targets and weights of a frame, after making sure that they belong together."""
     frame = frame_of(X)
-    weights = [float(w)] * len(frame) if np.ndim(w) == 0 else [float(v) for v in w]
+    single = not hasattr(w, "__len__") or getattr(w, "ndim", 1) == 0 or isinstance(w, (str, bytes))
+    given = [w] * len(frame) if single else listed(w, "w")
+    weights = [as_weight(value) for value in given]
     if not len(frame) == len(targets) == len(weights):
         raise ConfigError(
             f"X has {len(frame)} rows, y {len(targets)} and w {len(weights)}: give as many of each"
         )
-    for weight in weights:
-        as_weight(weight)
     names, matrix = frame.columns, _numbers(frame)
     for values, target, weight in zip(matrix.tolist(), targets, weights, strict=True):
         yield dict(zip(names, values, strict=True)), target, weight
@@ -79,6 +96,8 @@ def rows_of(X: Any, targets: list[Any], w: Any) -> Iterator[tuple[dict[Any, floa
 
 def _numbers(frame: Any) -> NDArray[np.float64]:
     """Values of a frame, (n, columns), NaN where they are missing."""
+    if not frame.columns:
+        return np.empty((len(frame), 0))
     if all(kind.is_numeric() or kind == nw.Boolean for kind in frame.schema.values()):
         return np.asarray(dataframe.to_numpy(frame), dtype=np.float64)
     # Slower, and says which column holds what is no number.

@@ -30,6 +30,7 @@ from kalmanhead.row_compiled import (
     features,
     forecast,
     standardise,
+    surprises,
 )
 from kalmanhead.row_layers import Descent, Layers
 from kalmanhead.scaling import LARGEST_INPUT, LARGEST_TARGET
@@ -39,6 +40,9 @@ Floats = NDArray[np.float64]
 # Rows are pending one by one at the start, as everything is news then, and one more for every so
 # many rows that were learnt from, up to a most.
 ROWS_FOR_ONE, MOST_PENDING = 32, 128
+# What has changed must not wait: with three rows in a row that were off by so many deviations (or
+# somewhat more of them among others) it begins anew.
+SURPRISE, CALM, ALARM = 4.0, 0.8, 2.0
 
 
 class GroupRows:
@@ -113,6 +117,7 @@ class Noted(NamedTuple):
     innovation: Floats  # of each head awake, (heads, k)
     leverage: Floats  # (heads,)
     outputs: Floats  # as they were foreseen by the newest and the averaged model, (m, k)
+    surprise: bool
 
 
 class _Seen(NamedTuple):
@@ -134,9 +139,14 @@ class RowKernel:
         Its tensors are written into by `learn`.
     pending:
         What an earlier kernel of this learner had not settled yet.
+    began:
+        Batches of the learner when its newest name came, or the last change: what is new is
+        settled row by row.
     """
 
-    def __init__(self, learner: OnlineLearner, pending: list[Noted] | None = None) -> None:
+    def __init__(
+        self, learner: OnlineLearner, pending: list[Noted] | None = None, began: int = 0
+    ) -> None:
         self.learner = learner
         assert isinstance(learner.head, HeadBank)
         self.bank = learner.head
@@ -155,7 +165,10 @@ class RowKernel:
             self.sizes, self.vectors = self.layers.sizes, self.layers.vectors
         self.average_weight = np.empty((self.bank.out_features, 0))
         self.average_share = np.empty(0)
-        self.pending = [] if pending is None else pending
+        self.pending, self.began = [] if pending is None else pending, began
+        self.alarm = 0.0
+        for noted in self.pending:
+            self.alarm = CALM * self.alarm + noted.surprise
         self._seen: _Seen | None = None
         self._follow()
 
@@ -191,19 +204,27 @@ class RowKernel:
         leverage = np.empty(self.heads)
         for group, place, said in zip(self.awake, self.places, seen.forecasts, strict=True):
             group.condition(seen.phi, scaled, said, weight, innovation[place], leverage[place])
-        self.pending.append(Noted(row, target, weight, scaled, innovation, leverage, seen.outputs))
+        surprise = surprises(innovation, leverage, self.variance, self.leader, SURPRISE)
+        self.alarm = CALM * self.alarm + surprise
+        self.pending.append(
+            Noted(row, target, weight, scaled, innovation, leverage, seen.outputs, surprise)
+        )
         self._seen = None
         vars(self.learner)["batches"] += 1  # a module's own way of setting costs 5 us
-        if len(self.pending) >= min(MOST_PENDING, 1 + self.learner.batches // ROWS_FOR_ONE):
+        if self.alarm > ALARM:
+            self.began = self.learner.batches
+        known = self.learner.batches - self.began
+        if len(self.pending) >= min(MOST_PENDING, 1 + known // ROWS_FOR_ONE):
             self._settle()
         return np.zeros_like(target) if first else prediction
 
     def _settle(self) -> None:
         """Let the learner's parts take note of the rows since the last time."""
+        *columns, _ = zip(*self.pending, strict=True)
         rows, targets, weights, scaled, innovation, leverage, outputs = (
-            torch.from_numpy(np.array(values)) for values in zip(*self.pending, strict=True)
+            torch.from_numpy(np.array(values)) for values in columns
         )
-        self.pending = []
+        self.pending, self.alarm = [], 0.0
         for group in self.awake:
             group.symmetrise()
         learner, bank = self.learner, self.bank
@@ -333,6 +354,9 @@ class RowKernel:
         self.steepness = np.ones(inputs) if x is None else 1 / x.scale.numpy()
         self.unit = np.ones(outputs) if y is None else y.scale.numpy()
         self.steps = 1 / self.unit
+        awake = np.repeat(self.awake_flags, np.diff(starts))
+        self.variance = bank.standing.noise.variance.numpy()[awake]
+        self.leader = shares[awake].argmax(0)
         self.center = np.zeros(outputs) if y is None else y.shift.numpy()
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()

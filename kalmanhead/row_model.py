@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ from kalmanhead.row_compiled import holds
 from kalmanhead.row_config import RowConfig
 from kalmanhead.row_growth import grown
 from kalmanhead.row_kernel import Noted, RowKernel
+
+# Kinds of values that stay what they are.
+PLAIN = frozenset((float, int, bool, np.float64))
 
 State = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -57,10 +60,7 @@ class RowModel:
     def __init__(
         self, config: RowConfig, *, every: int = 8, absent: str = "mean", one_hot: bool = False
     ) -> None:
-        if not isinstance(every, int) or every < 1:
-            raise ConfigError(
-                f"backbone_every is {every!r}: give a whole number of rows, 1 or more"
-            )
+        check_every(every)
         if absent not in ("mean", "zero"):
             raise ConfigError(f"absent is {absent!r}: choose mean or zero")
         self.config, self.every, self.absent, self.one_hot = config, every, absent, one_hot
@@ -86,9 +86,11 @@ class RowModel:
         """Take over options that may change between rows."""
         if (every, lr, clip) == (self.every, self.config.lr, self.config.clip):
             return
+        check_every(every)
         lr = None if lr is None else checked(lr)
-        self.every = every
-        self.config = dataclasses.replace(self.config, lr=lr, clip=clip)
+        config = dataclasses.replace(self.config, lr=lr, clip=clip)
+        config.build(1, 1, self.one_hot)  # refuses what the constructor would have
+        self.every, self.config = every, config
         if self.kernel is None:
             return
         learner = self.kernel.learner
@@ -198,24 +200,26 @@ class RowModel:
         state["config"] = dataclasses.asdict(self.config)
         state["learnt"] = None if kernel is None else _to_numpy(kernel.learner.state())
         state["pending"] = None if kernel is None else [tuple(row) for row in kernel.pending]
+        state["began"] = 0 if kernel is None else kernel.began
         return state
 
     def __setstate__(self, state: State) -> None:
         """Go on from what `__getstate__` returned."""
         state = dict(state)
-        learnt, pending = state.pop("learnt"), state.pop("pending")
+        learnt, pending, began = (state.pop(key) for key in ("learnt", "pending", "began"))
         vars(self).update(state)
         self.config = RowConfig(**state["config"])
         self.kernel, self._last = None, ((), np.empty(0))
         self._take = _taker(self.features)
         if learnt is not None:
             with torch.inference_mode(False):
-                learner = self._fresh()
+                learner = self._fresh(len(self.features), len(self.outputs))
                 learner.load_state(_to_torch(learnt))
-                self.kernel = RowKernel(learner, [Noted(*row) for row in pending])
+                noted = [Noted(*row) for row in pending]
+                self.kernel = RowKernel(learner, noted, began)
 
-    def _fresh(self) -> OnlineLearner:
-        return self.config.build(max(len(self.features), 1), len(self.outputs), self.one_hot)
+    def _fresh(self, features: int, outputs: int) -> OnlineLearner:
+        return self.config.build(max(features, 1), outputs, self.one_hot)
 
     def _make_room(
         self, features: Collection[Hashable], outputs: Collection[Hashable]
@@ -224,23 +228,30 @@ class RowModel:
         known = self.features.keys() >= set(features) and self.outputs.keys() >= set(outputs)
         if self.kernel is not None and known:
             return self.kernel
-        before = max(len(self.features), 1)
-        for names, places in ((features, self.features), (outputs, self.outputs)):
-            for name in sorted((n for n in names if n not in places), key=_order):
-                places[name] = len(places)
-        self._take = _taker(self.features)
-        with torch.inference_mode(False), torch.no_grad():
-            fresh = self._fresh()
-            if self.kernel is not None:
-                self.kernel.settle()
-                self._grow(self.kernel.learner, fresh, before)
-            self.kernel = RowKernel(fresh)
-        return self.kernel
+        places = _placed(features, self.features), _placed(outputs, self.outputs)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                fresh = self._fresh(*map(len, places))
+                if self.kernel is not None:
+                    self.kernel.settle()
+                    self._grow(self.kernel.learner, fresh, len(places[0]))
+                kernel = RowKernel(fresh, began=fresh.batches)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            raise ConfigError(
+                f"{len(places[0])} features and {len(places[1])} outputs do not fit the memory: "
+                "give fewer, or hash them into fewer"
+            ) from error
+        # All at once, so that what fails or is interrupted before leaves the model as it was.
+        self.features, self.outputs, self._take = *places, _taker(places[0])
+        self.kernel, self._last = kernel, ((), np.empty(0))
+        return kernel
 
-    def _grow(self, old: OnlineLearner, fresh: OnlineLearner, before: int) -> None:
-        """Go on in a learner of more inputs than `before`, or more outputs."""
+    def _grow(self, old: OnlineLearner, fresh: OnlineLearner, after: int) -> None:
+        """Go on in a learner of more inputs, `after`, or more outputs."""
         seen = float(old.batches) if self.absent == "zero" else 0.0
-        after = max(len(self.features), 1)
+        before, after = max(len(self.features), 1), max(after, 1)
         fresh.load_state(grown(old, fresh, before, after, seen))
         if fresh.leads_with_inputs and after > before:
             # P is widened by the prior, in the power of the features that the head has seen.
@@ -254,7 +265,8 @@ class RowModel:
             return None
         try:
             values = self._take(x)
-            if values == self._last[0]:  # a row is predicted and then learnt from
+            # A row is predicted and then learnt from: the very same values are the same row.
+            if all(map(is_, values, self._last[0])) and self._last[0]:
                 return self._last[1]
             row = np.array(values)
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -264,7 +276,8 @@ class RowModel:
         row = row.astype(np.float64, copy=False)
         if not holds(row, LARGEST_VALUE):
             return None
-        self._last = values, row
+        if PLAIN.issuperset(map(type, values)):
+            self._last = values, row
         return row
 
     def _place(self, values: Mapping[Hashable, float]) -> Floats:
@@ -289,6 +302,12 @@ class RowModel:
         kernel.step_backbone(x, y, np.array([weight for *_, weight in waiting]))
 
 
+def _placed(names: Collection[Hashable], places: dict[Hashable, int]) -> dict[Hashable, int]:
+    """The places with those of new names behind them, sorted."""
+    new = sorted((name for name in names if name not in places), key=_order)
+    return places | {name: len(places) + i for i, name in enumerate(new)}
+
+
 def _taker(names: Collection[Hashable]) -> Callable[[Mapping[Hashable, Any]], tuple[Any, ...]]:
     """What takes the values of these names out of a row, in their order."""
     if len(names) > 1:
@@ -299,6 +318,12 @@ def _taker(names: Collection[Hashable]) -> Callable[[Mapping[Hashable, Any]], tu
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or pandas' NA or NaT."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)
+
+
+def check_every(every: Any) -> None:
+    """Refuse what is no number of rows."""
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ConfigError(f"backbone_every is {every!r}: give a whole number of rows, 1 or more")
 
 
 def as_named(values: Any, what: str) -> Mapping[Hashable, Any]:

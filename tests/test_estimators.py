@@ -30,6 +30,7 @@ from river import (
     utils,
 )
 
+from kalmanhead import row_kernel, row_model
 from kalmanhead.errors import ConfigError
 from kalmanhead.estimators import (
     KalmanHeadClassifier,
@@ -767,3 +768,175 @@ def test_a_target_that_begins_to_move_late_is_learnt_in_its_unit():
         model.learn_one({"a": a}, y)
     assert np.mean([error for error, _ in errors]) < 0.1
     assert np.median([sigma for _, sigma in errors]) < 0.5
+
+
+CHANGES = {
+    "law": lambda x, y, _: (x, -3 * x["a"] + x["b"] + 20),
+    "feature": lambda x, y, new: ({**x, "c": 100 + new}, y + 5 * new),
+    "level": lambda x, y, _: (x, y + 1000),
+}
+
+
+def late_errors(change, rows=4000, after=120):
+    """Errors row by row after a change that comes once the model has long been settled."""
+    model, rng, errors = KalmanHeadRegressor(width=8), np.random.default_rng(0), []
+    for i in range(rows + after):
+        x = {"a": float(rng.normal()), "b": float(rng.normal())}
+        y = 2 * x["a"] - x["b"] + 0.1 * float(rng.normal())
+        if i >= rows:
+            x, y = change(x, y, float(rng.normal()))
+            errors.append(abs(model.predict_one(x) - y))
+        model.learn_one(x, y)
+    return np.array(errors)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_followed_as_if_each_row_had_been_settled(change, monkeypatch):
+    ours = late_errors(CHANGES[change])
+    monkeypatch.setattr(row_kernel, "MOST_PENDING", 1)
+    at_once = late_errors(CHANGES[change])
+    assert at_once[:10].mean() > 2 * at_once[60:].mean()  # it is one
+    for part in (slice(25, 50), slice(50, 120)):  # three rows late at most, and their aftermath
+        assert ours[part].mean() < 1.3 * at_once[part].mean() + 0.1
+
+
+def test_a_class_that_comes_late_is_learnt_as_if_each_row_had_been_settled(monkeypatch):
+    def accuracy():
+        model, rng, right = KalmanHeadClassifier(width=8), np.random.default_rng(0), []
+        for i in range(3100):
+            label = "two" if i >= 3000 and i % 2 else "one"
+            x = {"a": float(rng.normal()) + (4 if label == "two" else 0), "b": float(rng.normal())}
+            right.append(model.predict_one(x) == label)
+            model.learn_one(x, label)
+        return np.mean(right[3000:])
+
+    ours = accuracy()
+    monkeypatch.setattr(row_kernel, "MOST_PENDING", 1)
+    assert ours > accuracy() - 0.05
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
+def test_growth_that_fails_leaves_the_model_as_it_was(failure, monkeypatch):
+    model = KalmanHeadRegressor(width=4)
+    for i in range(50):
+        model.learn_one({"a": float(i % 7), "b": 1.0}, float(i % 5))
+    twin = copy.deepcopy(model)
+
+    def fail(*_):
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(row_model, "grown", fail)
+        expected = KeyboardInterrupt if failure is KeyboardInterrupt else ConfigError
+        with pytest.raises(expected) as caught:
+            model.learn_one({"a": 1.0, "b": 1.0, "c": 2.0}, 1.0)
+    if failure is MemoryError:
+        assert "3 features and 1 outputs do not fit the memory" in str(caught.value)
+    twin._model.kernel.settle()  # as growing had begun with
+    for i in range(60):
+        x = {"a": float(i % 7), "b": float(i % 3), **({"c": 1.0} if i > 30 else {})}
+        assert model.predict_one(x) == twin.predict_one(x)
+        model.learn_one(x, float(i % 5))
+        twin.learn_one(x, float(i % 5))
+
+
+def test_a_buffer_that_is_used_again_gives_its_values_of_now():
+    model, plain = KalmanHeadRegressor(width=4), KalmanHeadRegressor(width=4)
+    rng, buffer = np.random.default_rng(0), np.array(1.0)
+    for _ in range(50):
+        buffer[...] = rng.normal()
+        model.learn_one({"a": buffer}, 3 * float(buffer))
+        plain.learn_one({"a": float(buffer)}, 3 * float(buffer))
+    assert model.predict_one({"a": 2.0}) == plain.predict_one({"a": 2.0})
+    plain.predict_one({"a": 1e10})
+    assert plain.predict_one({"a": np.float16("inf")}) == plain.predict_one({"a": math.inf})
+
+
+def test_a_row_that_was_predicted_before_a_name_came_is_read_anew():
+    model = KalmanHeadRegressor(width=4)
+    a, b = 1.5, 2.5
+    for i in range(20):
+        model.learn_one({"a": a * i, "b": b}, float(i))
+    model.predict_one({"a": a, "b": b})
+    model.learn_one({"a": a, "b": b, "c": 3.0}, 1.0)
+    twin = pickle.loads(pickle.dumps(model))
+    row = {"a": a, "b": b, "c": 4.0}
+    assert model.predict_one(row) == twin.predict_one(dict(row))
+
+
+def test_no_targets_teach_nothing():
+    model = KalmanHeadMultiTargetRegressor()
+    model.learn_one({"a": 1.0}, {})
+    assert model.predict_one({"a": 1.0}) == {}
+    for i in range(100):
+        model.learn_one({"a": float(i % 7)}, {"one": float(i % 7)})
+    before = pickle.dumps(model)
+    for _ in range(50):
+        model.learn_one({"a": 1.0}, {})
+    assert pickle.dumps(model) == before
+
+
+@pytest.mark.parametrize(
+    "make", [np.array, pd.Series, pd.Index, pa.array, list, tuple, lambda v: pd.DataFrame({"y": v})]
+)
+def test_targets_and_weights_come_in_any_kind_of_list(make):
+    frame, y, w = pd.DataFrame({"a": [1.0, 2.0, 4.0]}), [1.0, 3.0, 2.0], [1.0, 2.0, 0.5]
+    plain, other = KalmanHeadRegressor(), KalmanHeadRegressor()
+    plain.learn_many(frame, y, w=w)
+    other.learn_many(frame, make(y), w=make(w))
+    assert plain.predict_one({"a": 3.0}) == other.predict_one({"a": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("y", "w", "message"),
+    [
+        (None, 1.0, "y is a NoneType: give a list"),
+        ({1.0, 2.0}, 1.0, "y is a set"),
+        ({"a": 1}, 1.0, "y is a dict"),
+        ("ab", 1.0, "y is a str"),
+        (np.array(1.0), 1.0, "y is a ndarray"),
+        (np.ones((2, 1)), 1.0, "y is a ndarray"),
+        (iter([1.0, 2.0]), 1.0, "y is a list_iterator"),
+        ([1.0, 2.0], None, "w is None: give a weight"),
+        ([1.0, 2.0], "x", "w is 'x': give a weight"),
+        ([1.0, 2.0], ["x", 1], "w is 'x': give a weight"),
+        ([1.0, 2.0], [10**400, 1], "w is 1000"),
+        ([1.0, 2.0], {1.0, 2.0}, "w is a set"),
+        ([1.0, 2.0], [1.0], r"X has 2 rows, y 2 and w 1"),
+    ],
+)
+def test_what_is_no_list_of_targets_or_weights_is_refused(y, w, message):
+    model = KalmanHeadRegressor()
+    with pytest.raises(ConfigError, match=message):
+        model.learn_many(pd.DataFrame({"a": [1.0, 2.0]}), y, w=w)
+    assert model.predict_one({"a": 1.0}) == 0.0
+
+
+def test_a_frame_with_a_bad_label_teaches_nothing():
+    model = KalmanHeadClassifier()
+    with pytest.raises(ConfigError, match="give a class"):
+        model.learn_many(pd.DataFrame({"a": [1.0, 2.0]}), ["p", [1]])
+    assert model.predict_proba_one({"a": 1.0}) == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"clip": "x"}, {"clip": -1.0}, {"backbone_every": "x"}, {"backbone_every": 0},
+     {"backbone_every": True}, {"lr": -1.0}],
+)  # fmt: skip
+def test_mutated_options_are_checked_before_anything_changes(options):
+    model = KalmanHeadRegressor(width=4)
+    for i in range(13):
+        model.learn_one({"a": float(i)}, float(i))
+    model.mutate(options)
+    before = model.predict_one({"a": 1.0})
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        model.learn_one({"a": 1.0}, 1.0)
+    assert model.predict_one({"a": 1.0}) == before
+
+
+def test_tables_without_columns_are_rows_of_which_nothing_is_known():
+    model = KalmanHeadRegressor()
+    model.learn_many(pa.table({"a": [1.0, 2.0]}), [1.0, 2.0])
+    empty = pa.table({"a": [1.0, 2.0]}).select([])
+    assert len(model.predict_many(empty)) == len(empty)
