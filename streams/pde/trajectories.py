@@ -152,12 +152,12 @@ class Trajectories(ABC):
             inside = rows // group_rows == group
             step, number = np.divmod(rows % group_rows, self.trajectories)
             place = self._start(group, int(step[inside].min()))
-            for now in np.unique(step[inside]).tolist():
-                while place.step < now:
+            for current in np.unique(step[inside]).tolist():
+                while place.step < current:
                     place = self._next(place)
                 # Kept, so that rows read in order do not start again from the burn-in.
                 self.__dict__["_kept"] = place
-                here = np.flatnonzero(inside & (step == now))
+                here = np.flatnonzero(inside & (step == current))
                 u0[here] = self._field(place.v)[number[here]]
                 place = self._next(place)
                 u1[here] = self._field(place.v)[number[here]]
