@@ -18,6 +18,7 @@ from kalmanhead.streams.pde.equation import (
     check_options,
     option,
     row_numbers,
+    solving_time,
 )
 from kalmanhead.streams.pde.spectral import Array, etdrk4, etdrk4_coefficients, random_fields
 
@@ -172,9 +173,7 @@ class Burgers:
         NumericalError
             If a row overflows, which a given `dt` that is too large causes.
         """
-        time = self.time if time is None else time
-        if not (math.isfinite(time) and time > 0):
-            raise ConfigError(f"time must be a positive number, got {time}")
+        time = solving_time(time, self.time)
         check_fields(u0, self.shape, "u0")
         start = u0.detach().cpu().numpy().astype(np.float64)
         result = np.empty_like(start)

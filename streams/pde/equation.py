@@ -130,6 +130,14 @@ def row_numbers(indices: Iterable[int]) -> list[int]:
     return rows
 
 
+def solving_time(time: float | None, usual: float) -> float:
+    """The time to solve for, None for the usual one; what is not positive is refused."""
+    time = usual if time is None else time
+    if not (math.isfinite(time) and time > 0):
+        raise ConfigError(f"time must be a number above 0, got {time}")
+    return time
+
+
 def check_fields(values: Tensor, shape: tuple[int, ...], name: str) -> None:
     """Refuse fields that are not (n, *shape)."""
     if tuple(values.shape[1:]) != shape or values.ndim != len(shape) + 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kalmanhead.errors import ConfigError, NumericalError
-from kalmanhead.streams.pde.equation import check_fields, row_numbers
+from kalmanhead.streams.pde.equation import check_fields, row_numbers, solving_time
 from kalmanhead.streams.pde.spectral import Array
 
 _MAX_STEPS = 2**24
@@ -136,9 +136,7 @@ class Trajectories(ABC):
         NumericalError
             If a row overflows, which a given `dt` that is too large causes.
         """
-        time = self.time if time is None else time
-        if not (math.isfinite(time) and time > 0):
-            raise ConfigError(f"time must be a number above 0, got {time}")
+        time = solving_time(time, self.time)
         check_fields(u0, self.shape, "u0")
         v = self._spectrum(u0.detach().cpu().numpy().astype(np.float64))
         return torch.from_numpy(self._field(self._advance(v, time)))
