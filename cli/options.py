@@ -232,6 +232,11 @@ model_options = apply(
         help="Decay of the averaged model that predicts beside the newest; 0 for none.",
     ),
     click.option(
+        "--robust/--no-robust",
+        default=None,
+        help="Hold single wild targets closer to their forecast; the bank does by default.",
+    ),
+    click.option(
         "--loss",
         type=click.Choice(["squared", "relative"]),
         default="squared",

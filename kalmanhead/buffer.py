@@ -130,7 +130,7 @@ class Buffer:
             "generator": self.generator.get_state(),
         }
 
-    def load_state(self, state: State, device: torch.device) -> None:
+    def load_state(self, state: State) -> None:
         """Go on from what `state` returned.
 
         Raises
@@ -147,7 +147,7 @@ class Buffer:
         self.seen, self._held, self._replaced = int(state["seen"]), None, []
         self.size = 0
         if state["rows"] is not None:
-            x, y, weight = (part.to(device).clone() for part in state["rows"])
+            x, y, weight = (part.clone() for part in state["rows"])
             self._held, self.size = (x, y, weight), len(x)
         self.generator.set_state(state["generator"])
 
@@ -156,6 +156,8 @@ class Buffer:
         if self._held is None:
             x, y, weight = (part.new_empty((size, *part.shape[1:])) for part in new)
             self._held = x, y, weight
+        x, y, weight = (old.to(part.device) for old, part in zip(self._held, new, strict=True))
+        self._held = x, y, weight
         for old, part in zip(self._held, new, strict=True):
             if old.shape[1:] != part.shape[1:]:
                 raise ConfigError(

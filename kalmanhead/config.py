@@ -53,6 +53,9 @@ class ModelConfig:
     average:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
+    robust:
+        Hold single targets that are off by more than 30 deviations of the usual errors, and by
+        more than 3 of the targets, at that distance; None leaves it to the head, and the bank does.
     loss:
         `squared`, or `relative`: rows are weighed so that squared relative errors are minimised.
     buffer, buffer_kind:
@@ -82,6 +85,7 @@ class ModelConfig:
     lr: float | None = None
     clip: float | None = None
     average: float | None = None
+    robust: bool | None = None
     loss: str = "squared"
     buffer: int | None = None
     buffer_kind: str | None = None
@@ -164,6 +168,7 @@ def build_learner(
         "order": _order(config.order),
         "clip": config.clip,
         "average": average or None,
+        "robust": config.head == "auto" if config.robust is None else config.robust,
         "relative": _relative(config.loss),
         "buffer": _buffer(config),
     }

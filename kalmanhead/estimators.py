@@ -44,6 +44,7 @@ class _RowEstimator(base.Estimator):
         lr: float | None = None,
         clip: float | None = None,
         average: float | None = None,
+        robust: bool | None = None,
         backbone_every: int = 8,
         absent: str = "mean",
         seed: int = 0,
@@ -59,6 +60,7 @@ class _RowEstimator(base.Estimator):
         self.lr = lr
         self.clip = clip
         self.average = average
+        self.robust = robust
         self.backbone_every = backbone_every
         self.absent = absent
         self.seed = seed
@@ -74,6 +76,7 @@ class _RowEstimator(base.Estimator):
             lr=lr,
             clip=clip,
             average=average,
+            robust=robust,
             seed=seed,
         )
         self._model = RowModel(config, every=backbone_every, absent=absent, one_hot=self._one_hot)
@@ -138,6 +141,9 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
     average:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
+    robust:
+        Hold single targets that are off by more than 30 deviations of the usual errors, and by
+        more than 3 of the targets, at that distance; None leaves it to the head, and the bank does.
     backbone_every:
         Rows for each gradient step of the backbone. The head learns from every row at once.
     absent:

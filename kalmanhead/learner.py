@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,11 +22,10 @@ from kalmanhead.guard import (
     training_mode,
 )
 from kalmanhead.head import Head, KalmanHead
-from kalmanhead.layout import rescaled_weight
 from kalmanhead.optimizers import OptimizerFactory, adam, descend, make_optimizer
+from kalmanhead.outliers import Outliers
 from kalmanhead.predictor import Predictor
 from kalmanhead.relative import RelativeWeights
-from kalmanhead.split import merge_head
 from kalmanhead.wrapping import take_head
 
 State = dict[str, Any]
@@ -34,6 +33,8 @@ Order = Literal["head-first", "backbone-first"]
 
 # Batches of fields at the start in each of which the averaged model is scored; later in one of 4.
 JUDGED_AT_FIRST = 64
+# What a learner may have beside backbone, head and scales.
+OPTIONS = ("average", "relative", "buffer", "outliers")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class OnlineLearner(Predictor):
     buffer:
         Rows kept for the backbone: its steps are taken on as many drawn from there as came, while
         the head learns from each batch as it comes. None: both learn from the same batch.
+    robust:
+        Hold single targets that lie far beyond all errors closer to their forecast (`Outliers`).
 
     Raises
     ------
@@ -122,6 +125,7 @@ class OnlineLearner(Predictor):
         average: float | None = None,
         relative: bool = False,
         buffer: Buffer | None = None,
+        robust: bool = False,
     ) -> None:
         super().__init__(backbone, head, skip=skip, scale_x=scale_x, scale_y=scale_y)
         if order not in ("head-first", "backbone-first"):
@@ -137,6 +141,8 @@ class OnlineLearner(Predictor):
         if average is not None and self.trained:
             self.average = Averaging(average, backbone, head)
         self.buffer = buffer if self.trained else None
+        if robust:
+            self.outliers = Outliers(head.out_features, head.feature_dim, head.weight.device)
         self.mode_matters: bool | None = None
         self.batches = 0
         self.eval()
@@ -193,16 +199,15 @@ class OnlineLearner(Predictor):
 
     def _step(self, x: Tensor, y: Tensor, weight: Tensor | None, foresee: bool) -> Tensor | None:
         prediction = None
-        if self.buffer is not None:
-            self.buffer.add(x, y, weight)
-        if self.batches == 0:
+        first = self.batches == 0
+        if first:
             # Nothing is known of the scales yet: what was predicted must not have seen them.
             prediction = self.predict(x) if foresee else None
             self.scaling.begin(x, y)
             self.scaling.follow(x, y, weight, self.parts, skip=False, express=self.targets_in_units)
             if self.relative is not None:
                 self.relative.follow(y, weight)
-            self._learn(self._arrived(x, y, weight))
+            batch = self._arrived(x, y, weight)
         else:
             # A training pass moves BatchNorm's statistics, so what it says of the batch comes late.
             judged = self.average is not None and self._is_judged
@@ -213,9 +218,17 @@ class OnlineLearner(Predictor):
                     forecast = self._forecast(batch.x, batch.phi)
             if foresee and forecast is not None:
                 prediction = self.scaling.unscale_targets(forecast.mixture)
+            if self.outliers is not None:
+                foreseen = self.head(batch.phi) if forecast is None else forecast.mixture
+                held = self.outliers.hold(batch.y, foreseen.detach(), weight)
+                if held is not batch.y:
+                    y, batch = self.scaling.unscale_targets(held), replace(batch, y=held)
             if self.average is not None and judged and forecast is not None:
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)
-            self._learn(batch)
+        if self.buffer is not None:
+            self.buffer.add(x, y, weight)
+        self._learn(batch)
+        if not first:
             self.scaling.follow(x, y, weight, self.parts, skip=self.leads_with_inputs, express=True)
             if self.relative is not None:
                 self.relative.follow(y, weight)
@@ -260,29 +273,6 @@ class OnlineLearner(Predictor):
         defaults = {"scale_x": False, "targets_in_units": True}
         return cls(backbone, made, optimizer, **{**defaults, **options})
 
-    def unwrap(self) -> nn.Module:
-        """Plain model of a learner that `wrap` made, averaged if it averages; a copy, head put in.
-
-        Raises
-        ------
-        ConfigError
-            The learner scales or skips inputs, which the plain model does not.
-        SplitError
-            The learner was not made by `wrap`.
-        """
-        if self.scaling.inputs or self.skip:
-            raise ConfigError("unwrap needs a learner with scale_x and skip off: wrap it so")
-        weight, backbone = self.head.weight.detach(), self.backbone
-        if self.average is not None:
-            weight, backbone = self.average.weight, self.average.backbone
-        if self.scaling.y is not None:
-            scale, shift = self.scaling.y.scale, self.scaling.y.shift
-            weight = rescaled_weight(weight, scale, shift, self.head.has_bias)
-        weight = weight.to(self.dtype)
-        if not self.head.has_bias:
-            return merge_head(backbone, weight, None)
-        return merge_head(backbone, weight[:, 1:], weight[:, 0])
-
     def train(self, mode: bool = True) -> OnlineLearner:
         """Stay in evaluation mode: predictions are made in it, and `learn` chooses its own."""
         return super().train(False)
@@ -312,9 +302,7 @@ class OnlineLearner(Predictor):
             "head": self.head.state(),
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "scaling": self.scaling.state(),
-            "average": None if self.average is None else self.average.state(),
-            "relative": None if self.relative is None else self.relative.state(),
-            "buffer": None if self.buffer is None else self.buffer.state(),
+            **{name: None if part is None else part.state() for name, part in self._options()},
             "mode_matters": self.mode_matters,
             "batches": self.batches,
         }
@@ -349,19 +337,20 @@ class OnlineLearner(Predictor):
             if any(old.keys() != new.keys() for old, new in zip(saved, mine, strict=True)):
                 raise ValueError("it was trained by another kind of optimizer")
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        for name in ("average", "relative", "buffer"):
+        for name, part in self._options():
             # Runs from before there were such parts have none.
-            if (state.get(name) is None) != (getattr(self, name) is None):
+            if (state.get(name) is None) != (part is None):
                 raise ValueError(f"only one of the two has the part {name}")
         self.head.load_state(state["head"])
-        if self.average is not None:
-            self.average.load_state(state["average"])
-        if self.relative is not None:
-            self.relative.load_state(state["relative"])
-        if self.buffer is not None:
-            self.buffer.load_state(state["buffer"], self.device)
+        for name, part in self._options():
+            if part is not None:
+                part.load_state(state[name])
         self.scaling.load_state(state["scaling"], self.device)
         self.mode_matters, self.batches = state["mode_matters"], state["batches"]
+
+    def _options(self) -> Iterator[tuple[str, Any]]:
+        """Parts that a learner may have or not, by name; None for those that it does not have."""
+        return ((name, getattr(self, name)) for name in OPTIONS)
 
     def _snapshot(self) -> Callable[[], None]:
         """How to undo a batch that fails; its last act is the optimiser's step, which cannot.
@@ -372,6 +361,7 @@ class OnlineLearner(Predictor):
         scaling = self.scaling.state()
         average = None if self.average is None else dict(vars(self.average))
         relative = None if self.relative is None else self.relative.state()
+        outliers = None if self.outliers is None else self.outliers.state()
         forget = None if self.buffer is None else self.buffer.mark()
         buffers = [] if mode is False else [(b, b.clone()) for b in self.backbone.buffers()]
 
@@ -383,6 +373,8 @@ class OnlineLearner(Predictor):
                 vars(self.average).update(average)
             if self.relative is not None and relative is not None:
                 self.relative.load_state(relative)
+            if self.outliers is not None and outliers is not None:
+                self.outliers.load_state(outliers)
             if forget is not None:
                 forget()
             with torch.no_grad():

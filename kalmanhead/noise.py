@@ -21,6 +21,8 @@ from kalmanhead.errors import ConfigError
 from kalmanhead.posterior import Update
 
 START_MEMORY = 20.0
+# A row tells of the noise as if it were off by so many deviations at most.
+LARGEST_SURPRISE = 30.0
 # Bounds of a learnt variance and of a squared error. An output that is foreseen exactly for long
 # keeps a variance that its first surprise can be divided by.
 BOUNDS = {torch.float64: (1e-60, 1e200), torch.float32: (1e-30, 1e30)}
@@ -78,8 +80,11 @@ def update_noise(
     """Conjugate update with forgetting: a += rows / 2, b += quadratic / 2.
 
     Before it both are multiplied by `discount`, so that the memory is finite, the large
-    innovations of the start fade, and a change of the noise is followed.
+    innovations of the start fade, and a change of the noise is followed. Rows count as being off
+    by thirty deviations at most on average: one that lies a thousand away is no measurement of the
+    noise, and would widen every interval for as long as the noise is remembered.
     """
+    quadratic = torch.minimum(quadratic, LARGEST_SURPRISE**2 * rows * noise.variance)
     shape = discount * noise.shape + rows / 2
     return Noise(shape, _bounded(discount * noise.rate + quadratic / 2, shape))
 

@@ -12,8 +12,11 @@ from kalmanhead.backbones import LinearBackbone
 from kalmanhead.errors import ConfigError
 from kalmanhead.guard import as_inputs, check_width, run_backbone
 from kalmanhead.head import Head
+from kalmanhead.layout import rescaled_weight
 from kalmanhead.noise import Predictive
-from kalmanhead.scaling import Scaling
+from kalmanhead.outliers import Outliers
+from kalmanhead.scaling import Scaled, Scaling
+from kalmanhead.split import merge_head
 
 
 class Predictor(nn.Module):
@@ -34,6 +37,7 @@ class Predictor(nn.Module):
         self.backbone, self.head, self.skip = backbone, head, skip
         self.scaling = Scaling(inputs=scale_x, targets=scale_y, center=head.has_bias)
         self.average: Averaging | None = None
+        self.outliers: Outliers | None = None
         self.dtype = next((p.dtype for p in backbone.parameters()), torch.float32)
 
     @torch.no_grad()
@@ -52,10 +56,36 @@ class Predictor(nn.Module):
         mean = self.scaling.unscale_targets(scaled.mean)
         return Predictive(mean, self.scaling.unscale_spread(scaled.scale), scaled.dof)
 
+    def unwrap(self) -> nn.Module:
+        """Plain model of a learner that `wrap` made, averaged if it averages; a copy, head put in.
+
+        Raises
+        ------
+        ConfigError
+            The learner scales or skips inputs, which the plain model does not.
+        SplitError
+            The learner was not made by `wrap`.
+        """
+        if self.scaling.inputs or self.skip:
+            raise ConfigError("unwrap needs a learner with scale_x and skip off: wrap it so")
+        weight, backbone = self.head.weight.detach(), self.backbone
+        if self.average is not None:
+            weight, backbone = self.average.weight, self.average.backbone
+        if self.scaling.y is not None:
+            scale, shift = self.scaling.y.scale, self.scaling.y.shift
+            weight = rescaled_weight(weight, scale, shift, self.head.has_bias)
+        weight = weight.to(self.dtype)
+        if not self.head.has_bias:
+            return merge_head(backbone, weight, None)
+        return merge_head(backbone, weight[:, 1:], weight[:, 0])
+
     @property
-    def parts(self) -> list[Head | Averaging]:
+    def parts(self) -> list[Scaled]:
         """All that knows of scaled units."""
-        return [self.head] if self.average is None else [self.head, self.average]
+        return [
+            self.head,
+            *(part for part in (self.average, self.outliers) if part is not None),
+        ]
 
     @property
     def leads_with_inputs(self) -> bool:
@@ -72,8 +102,9 @@ class Predictor(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.dtype = next((p.dtype for p in self.backbone.parameters()), self.dtype)
         self.scaling.to(self.device)
-        if self.average is not None:
-            self.average.moved(fn)
+        for part in (self.average, self.outliers):
+            if part is not None:
+                part.moved(fn)
         return self
 
     def _scaled_x(self, x: Tensor) -> Tensor:

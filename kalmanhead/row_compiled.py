@@ -61,6 +61,20 @@ def standardise(values, shift, steepness, limit, absent, z):  # type: ignore[no-
 
 
 @compiled
+def hold(target, scaled, forecast, reach, strange, alarm, calm, unit, center):  # type: ignore[no-untyped-def]
+    """`outliers.hold` of the targets of a row, (k,): write into target, scaled and strange."""
+    for j in range(len(scaled)):
+        error = scaled[j] - forecast[j]
+        believed = strange[j] > alarm
+        strange[j] *= calm
+        if abs(error) > reach[j]:
+            strange[j] += 1
+            if not believed:
+                scaled[j] = forecast[j] + math.copysign(reach[j], error)
+                target[j] = scaled[j] * unit[j] + center[j]
+
+
+@compiled
 def features(row, shift, steepness, limit, vectors, sizes, skip, phi):  # type: ignore[no-untyped-def]
     """Write into phi (m, D) the constant, the scaled inputs if `skip`, and each model's features.
 

@@ -46,6 +46,7 @@ class RowConfig:
     lr: float | None = None
     clip: float | None = None
     average: float | None = None
+    robust: bool | None = None
     seed: int = 0
 
     def build(self, inputs: int, outputs: int, one_hot: bool) -> OnlineLearner:
@@ -84,6 +85,7 @@ class RowConfig:
             scale_y=not one_hot,
             clip=self.clip,
             average=average or None,
+            robust=bank if self.robust is None else self.robust,
         )
         learner.dtype = torch.float64  # which a backbone without parameters does not tell
         return learner

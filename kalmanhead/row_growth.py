@@ -16,7 +16,7 @@ from kalmanhead.learner import OnlineLearner
 State = dict[str, Any]
 
 # The statistics of a channel that nothing is known of yet.
-UNSEEN = {"count": 0.0, "mean": 0.0, "squares": 0.0, "shift": 0.0, "scale": 1.0}
+UNSEEN = {"count": 0.0, "mean": 0.0, "squares": 0.0, "strange": 0.0, "shift": 0.0, "scale": 1.0}
 
 
 def grown(

@@ -23,12 +23,14 @@ from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import SIZING_ROWS, Group
 from kalmanhead.layout import target_weights
 from kalmanhead.learner import OnlineLearner
+from kalmanhead.outliers import ALARM, CALM
 from kalmanhead.row_compiled import (
     blend,
     condition,
     condition_proximal,
     features,
     forecast,
+    hold,
     standardise,
     surprises,
 )
@@ -42,7 +44,8 @@ Floats = NDArray[np.float64]
 ROWS_FOR_ONE, MOST_PENDING = 32, 128
 # What has changed must not wait: with three rows in a row that were off by so many deviations (or
 # somewhat more of them among others) it begins anew.
-SURPRISE, CALM, ALARM = 4.0, 0.8, 2.0
+SURPRISE = 4.0
+BELIEF = ALARM, CALM
 
 
 class GroupRows:
@@ -127,7 +130,8 @@ class _Seen(NamedTuple):
     phi: Floats  # (m, D)
     forecasts: list[Floats]  # of each group awake, (K, k)
     outputs: Floats  # of the newest and the averaged model, (m, k), scaled
-    prediction: Floats  # of both together, (k,), in the outputs' own units
+    mixture: Floats  # of both together, (k,), scaled
+    prediction: Floats  # the same in the outputs' own units
 
 
 class RowKernel:
@@ -185,7 +189,8 @@ class RowKernel:
     def learn(self, row: Floats, target: Floats, weight: float) -> Floats:
         """Condition every head on a row, (p,), with targets (k,); what `predict` had said.
 
-        NaN is a missing target, of which at least one must be there; the weight is positive.
+        NaN is a missing target, of which at least one must be there; the weight is positive. A
+        target that is held closer to its forecast is put there in the array.
         """
         first = self.learner.batches == 0
         if first:
@@ -195,6 +200,9 @@ class RowKernel:
         assert seen is not None
         scaled = np.empty_like(target)
         standardise(target, self.center, self.steps, LARGEST_TARGET, math.nan, scaled)
+        if self.learner.outliers is not None and not first:
+            scales = (self.unit, self.center)
+            hold(target, scaled, seen.mixture, self.reach, self.strange, *BELIEF, *scales)
         if self.bank.rows_seen < SIZING_ROWS:
             self._size(seen.phi[0], weight)
         if first:
@@ -234,6 +242,10 @@ class RowKernel:
             seen = target_weights(scaled, weight, -1)
             bank.take_note(innovation.transpose(0, 1), leverage.mT, seen, self.awake_flags)
             if not first:  # of which nothing could be foreseen, and the scales are taken already
+                if learner.outliers is not None:
+                    share = torch.from_numpy(self.average_share) if self.models > 1 else 0.0
+                    mixture = outputs[:, 0] + share * (outputs[:, -1] - outputs[:, 0])
+                    learner.outliers.follow(scaled - mixture, seen)
                 if learner.average is not None:
                     learner.average.score(outputs[:, 0], outputs[:, -1], scaled, weight)
                 skip = learner.leads_with_inputs
@@ -315,7 +327,7 @@ class RowKernel:
         said = [group.forecast(phi, mixed) for group in self.awake]
         outputs = np.empty((self.models, len(mixed)))
         blend(phi, mixed, self.rest, self.average_weight, self.average_share, outputs)
-        return _Seen(row, phi, said, outputs, mixed * self.unit + self.center)
+        return _Seen(row, phi, said, outputs, mixed, mixed * self.unit + self.center)
 
     def _size(self, phi: Floats, weight: float) -> None:
         """Let the size of the features follow, as `next_power` does."""
@@ -358,6 +370,9 @@ class RowKernel:
         self.variance = bank.standing.noise.variance.numpy()[awake]
         self.leader = shares[awake].argmax(0)
         self.center = np.zeros(outputs) if y is None else y.shift.numpy()
+        if learner.outliers is not None:
+            self.reach = learner.outliers.reach.numpy()
+            self.strange = learner.outliers.strange.numpy()
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()
             self.average_weight = learner.average.weight.numpy()

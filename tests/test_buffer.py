@@ -88,13 +88,13 @@ def test_what_was_kept_comes_back(kind):
 def test_a_buffer_goes_on_from_its_state(kind):
     one, other = Buffer(16, kind, seed=1), Buffer(16, kind, seed=2)
     one.add(*numbered(0, 25))
-    other.load_state(copy.deepcopy(one.state()), torch.device("cpu"))
+    other.load_state(copy.deepcopy(one.state()))
     for start in (30, 60):
         for buffer in (one, other):
             buffer.add(*numbered(start, 9))
         assert torch.equal(one.draw(7)[0], other.draw(7)[0])
     with pytest.raises(ConfigError, match="the saved buffer has capacity 16, this one 8"):
-        Buffer(8, kind).load_state(one.state(), torch.device("cpu"))
+        Buffer(8, kind).load_state(one.state())
 
 
 @pytest.mark.parametrize(
