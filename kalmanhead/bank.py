@@ -432,7 +432,7 @@ class HeadBank(nn.Module):
         """W of the mixture, (k, d)."""
         sizes = [len(group) for group in groups]
         shares = torch.split(self._shares(standing), sizes)
-        mixture = torch.zeros(self.out_features, self.in_features + 1).to(standing.scores)
+        mixture = standing.scores.new_zeros(self.out_features, self.in_features + 1)
         for group, share in zip(groups, shares, strict=True):
             mixture[:, : group.width] += (share[..., None] * group.posterior.mean).sum(0)
         return mixture

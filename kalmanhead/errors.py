@@ -33,6 +33,14 @@ class SplitError(KalmanHeadError):
     """The last linear layer of a model cannot be split off."""
 
 
+def shown(value: object) -> str:
+    """What a value looks like, on one short line, for a message."""
+    try:
+        return " ".join(repr(value).split())[:40]
+    except Exception:  # a value's own repr may do anything
+        return "cannot be shown"
+
+
 def kind_and_line(error: BaseException) -> str:
     """Kind and first line of an error that is not ours, for a message of one line."""
     text = str(error).strip().splitlines()

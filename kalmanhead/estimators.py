@@ -6,6 +6,7 @@ lies in a `RowModel`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -15,10 +16,17 @@ from numpy.typing import NDArray
 from river import base, proba
 from river.utils import dataframe
 
-from kalmanhead.errors import ConfigError
+from kalmanhead.errors import ConfigError, shown
 from kalmanhead.row_config import RowConfig
-from kalmanhead.row_frames import as_weight, frame_of, in_places, listed, rows_of
-from kalmanhead.row_model import RowModel, as_named, as_number, is_missing
+from kalmanhead.row_frames import (
+    as_weight,
+    frame_of,
+    in_places,
+    listed,
+    native_frame,
+    rows_of,
+)
+from kalmanhead.row_model import RowModel, as_named, as_number, is_missing, plain
 
 Row = Mapping[Hashable, Any]
 
@@ -64,22 +72,10 @@ class _RowEstimator(base.Estimator):
         self.backbone_every = backbone_every
         self.absent = absent
         self.seed = seed
-        config = RowConfig(
-            backbone=backbone,
-            width=width,
-            depth=depth,
-            skip=skip,
-            head=head,
-            lam=lam,
-            eta=eta,
-            optimizer=optimizer,
-            lr=lr,
-            clip=clip,
-            average=average,
-            robust=robust,
-            seed=seed,
-        )
-        self._model = RowModel(config, every=backbone_every, absent=absent, one_hot=self._one_hot)
+        names = [field.name for field in dataclasses.fields(RowConfig)]
+        config = RowConfig(**{name: plain(getattr(self, name)) for name in names})
+        every = plain(backbone_every)
+        self._model = RowModel(config, every=every, absent=absent, one_hot=self._one_hot)
         self._targets_skipped = 0
         self._start()
 
@@ -103,14 +99,14 @@ class _RowEstimator(base.Estimator):
     def _learn(self, x: Row, y: Mapping[Hashable, float], w: float) -> NDArray[np.float64] | None:
         """Learn from a row of which at least one target is there; what had been predicted."""
         weight = as_weight(w)
-        missing = sum(map(math.isnan, y.values()))
         if weight == 0:
             return None
+        missing, predicted = sum(map(math.isnan, y.values())), None
+        if missing < len(y):
+            self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
+            predicted = self._model.learn(x, y, weight)
         self._targets_skipped += missing
-        if missing == len(y):
-            return None
-        self._model.tune(every=self.backbone_every, lr=self.lr, clip=self.clip)
-        return self._model.learn(x, y, weight)
+        return predicted
 
 
 class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
@@ -265,9 +261,7 @@ class KalmanHeadMultiTargetRegressor(_RowEstimator, base.MultiTargetRegressor):
         """Predictions for the rows of a frame, as a frame of the same kind and index."""
         frame = frame_of(X)
         mean = self._model.predict(in_places(self._model, frame))
-        return dataframe.to_native_frame(
-            {name: mean[:, j] for name, j in self._model.outputs.items()}, like=frame
-        )
+        return native_frame({name: mean[:, j] for name, j in self._model.outputs.items()}, frame)
 
 
 class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
@@ -303,11 +297,10 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
 
         Errors are those of `KalmanHeadRegressor.learn_one`.
         """
-        label = as_label(y)
+        label, weight = as_label(y), as_weight(w)
         if label is None:
             self._targets_skipped += 1
             return
-        weight = as_weight(w)
         means = self._learn(x, {label: 1.0}, weight)
         if means is not None:
             self._slope.learn(means, self._model.outputs[label], weight)
@@ -328,8 +321,8 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
         """Probabilities for the rows of a frame, a column for each class, same kind and index."""
         frame = frame_of(X)
         probabilities = self._probabilities(in_places(self._model, frame))
-        return dataframe.to_native_frame(
-            {label: probabilities[:, j] for label, j in self._model.outputs.items()}, like=frame
+        return native_frame(
+            {label: probabilities[:, j] for label, j in self._model.outputs.items()}, frame
         )
 
     def predict_many(self, X: Any) -> Any:
@@ -391,16 +384,14 @@ def as_label(y: Any) -> Hashable:
     ConfigError
         It is nothing that a dict could hold as a key.
     """
-    if isinstance(y, Hashable) and is_missing(y):
-        return None
-    label = y.item() if isinstance(y, np.generic) else y
+    label = plain(y)
     try:
         hash(label)
     except TypeError:
         raise ConfigError(
-            f"y is a {type(y).__name__} ({y!r:.40}): give a class as a bool, str or int"
+            f"y is a {type(y).__name__} ({shown(y)}): give a class as a bool, str or int"
         ) from None
-    return label
+    return None if is_missing(label) else label
 
 
 def _gaussian(mean: float, variance: float) -> Any:

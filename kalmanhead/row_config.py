@@ -10,7 +10,8 @@ import torch
 from kalmanhead.backbones import make_backbone
 from kalmanhead.bank import HeadBank
 from kalmanhead.bank_group import DEFAULT_GRID, Grid
-from kalmanhead.errors import ConfigError
+from kalmanhead.batch import LARGEST_VALUE
+from kalmanhead.errors import ConfigError, shown
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.optimizers import adam, sgd
 
@@ -27,6 +28,13 @@ WORDS: dict[Any, str] = {
     bool: "True or False",
     str: "a name",
     type(None): "None",
+}
+# A prior precision beyond these leaves no digit to the data, or none to the prior.
+RANGES = {
+    "width": (1, LARGEST_SIZE),
+    "depth": (0, LARGEST_SIZE),
+    "seed": (0, 2**63 - 1),
+    "lam": (1e-12, 1e12),
 }
 OPTIMIZERS = {"adam": (adam, 1.5e-2), "sgd": (sgd, 1e-2)}
 
@@ -113,10 +121,12 @@ class RowConfig:
         for name, hint in get_type_hints(type(self)).items():
             value, kinds = getattr(self, name), get_args(hint) or (hint,)
             fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+            if fits and float in kinds and isinstance(value, int):
+                fits = abs(value) < LARGEST_VALUE
             if not fits or (isinstance(value, bool) and bool not in kinds):
                 wanted = " or ".join(WORDS[kind] for kind in kinds)
-                raise ConfigError(f"{name} is {value!r}: give {wanted}")
-        for name, most in (("width", LARGEST_SIZE), ("depth", LARGEST_SIZE), ("seed", 2**63 - 1)):
+                raise ConfigError(f"{name} is {shown(value)}: give {wanted}")
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and value > most:
-                raise ConfigError(f"{name} is {value}: give at most {most}")
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} is {shown(value)}: give {least:g} to {most:g}")

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from river.utils import dataframe
 
 from kalmanhead.batch import LARGEST_VALUE
-from kalmanhead.errors import ConfigError, kind_and_line
+from kalmanhead.errors import ConfigError, kind_and_line, shown
 from kalmanhead.layout import LARGEST_WEIGHT
-from kalmanhead.row_model import RowModel, as_number
+from kalmanhead.row_model import RowModel, as_number, plain
 
 
 def frame_of(X: Any) -> Any:
@@ -43,12 +43,13 @@ def as_weight(w: Any) -> float:
         It is no number, negative, or so large that nothing is left of the prior.
     """
     try:
-        weight = float(w)
+        weight = float(plain(w))
     except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if not 0 <= weight <= LARGEST_WEIGHT:
         raise ConfigError(
-            f"w is {w!r}: give a weight from 0, which leaves the row out, to {LARGEST_WEIGHT:g}"
+            f"w is {shown(w)}: give a weight from 0, which leaves the row out, "
+            f"to {LARGEST_WEIGHT:g}"
         )
     return weight
 
@@ -108,6 +109,26 @@ def _numbers(frame: Any) -> NDArray[np.float64]:
 
 
 def in_places(model: RowModel, frame: Any) -> NDArray[np.float64]:
-    """Values of a frame in the model's columns; what is not finite is missing."""
-    matrix = _numbers(frame)
-    return model.matrix(frame.columns, np.where(np.abs(matrix) <= LARGEST_VALUE, matrix, np.nan))
+    """Values of a frame in the model's columns; what is not finite is missing, the rest drops."""
+    known = [name for name in frame.columns if name in model.features]
+    matrix = _numbers(frame.select(known)) if known else np.empty((len(frame), 0))
+    return model.matrix(known, np.where(np.abs(matrix) <= LARGEST_VALUE, matrix, np.nan))
+
+
+def native_frame(columns: Mapping[Any, NDArray[np.float64]], like: Any) -> Any:
+    """A frame of the same kind and index as the one that came.
+
+    Raises
+    ------
+    ConfigError
+        Two names are the same as text, and this kind of frame has no other names.
+    """
+    if not like.implementation.is_pandas_like():
+        texts = [str(name) for name in columns]
+        twice = next((text for text in texts if texts.count(text) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"two columns of the answer would be named {shown(twice)}: give a frame of pandas, "
+                "or names that differ as text"
+            )
+    return dataframe.to_native_frame(columns, like=like)

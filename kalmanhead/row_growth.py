@@ -39,7 +39,7 @@ def grown(
     state, start, place = old.state(), fresh.state(), 1 + before
     x, y = state["scaling"]["x"], state["scaling"]["y"]
     outputs = fresh.head.out_features
-    average = state["average"]
+    average, outliers = state["average"], state["outliers"]
     if average is not None:
         average = {
             **_fitted(average, start["average"], place),
@@ -51,6 +51,7 @@ def grown(
         "head": _fitted(state["head"], start["head"], place),
         "optimizer": _moments(state["optimizer"], fresh, place),
         "average": average,
+        "outliers": outliers and _fitted(outliers, start["outliers"], place),
         "scaling": {
             "x": None if x is None else _channels(x, after, rows),
             "y": None if y is None else _channels(y, outputs, 0.0),

@@ -12,6 +12,8 @@ the constant, K heads of a group, k outputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +48,13 @@ ROWS_FOR_ONE, MOST_PENDING = 32, 128
 # somewhat more of them among others) it begins anew.
 SURPRISE = 4.0
 BELIEF = ALARM, CALM
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Torch's modes as the row path needs them, whatever the caller's are."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        yield
 
 
 class GroupRows:
@@ -237,7 +246,7 @@ class RowKernel:
             group.symmetrise()
         learner, bank = self.learner, self.bank
         weight = None if bool((weights == 1).all()) else weights
-        with torch.inference_mode(False), torch.no_grad():
+        with own_modes():
             first = bank.rows_seen == 0
             seen = target_weights(scaled, weight, -1)
             bank.take_note(innovation.transpose(0, 1), leverage.mT, seen, self.awake_flags)
@@ -313,7 +322,7 @@ class RowKernel:
         """Take the first scales from the first row, as nothing is known of them before."""
         x, y = torch.from_numpy(row)[None], torch.from_numpy(target)[None]
         learner = self.learner
-        with torch.inference_mode(False):
+        with own_modes():
             learner.scaling.begin(x, y)
             learner.scaling.follow(x, y, None, learner.parts, skip=False, express=False)
         self._follow()

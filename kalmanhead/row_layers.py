@@ -94,7 +94,7 @@ class Descent:
         self.steps: list[NDArray[np.float32]] = []
         if isinstance(optimizer, torch.optim.Adam):
             for state in states:
-                state.setdefault("step", torch.tensor(0.0))
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
             self.steps = [state["step"].numpy() for state in states]
 
     def step(self, values: Floats, gradient: Floats, clip: float | None) -> None:

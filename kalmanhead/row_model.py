@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kalmanhead.batch import LARGEST_VALUE
-from kalmanhead.errors import ConfigError
+from kalmanhead.errors import ConfigError, shown
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.optimizers import checked
 from kalmanhead.row_compiled import holds
 from kalmanhead.row_config import RowConfig
 from kalmanhead.row_growth import grown
-from kalmanhead.row_kernel import Noted, RowKernel
+from kalmanhead.row_kernel import Noted, RowKernel, own_modes
 
 # Kinds of values that stay what they are.
 PLAIN = frozenset((float, int, bool, np.float64))
@@ -72,7 +72,7 @@ class RowModel:
         self.values_missing = 0
         self._take = _taker(self.features)
         self._last: tuple[tuple[Any, ...], Floats] = (), np.empty(0)
-        config.build(1, 1, one_hot)  # refuses bad options before any data come
+        self._fresh(1, 1)  # refuses bad options before any data come
 
     @property
     def learner(self) -> OnlineLearner | None:
@@ -86,11 +86,17 @@ class RowModel:
         """Take over options that may change between rows."""
         if (every, lr, clip) == (self.every, self.config.lr, self.config.clip):
             return
+        every, lr, clip = plain(every), plain(lr), plain(clip)
         check_every(every)
         lr = None if lr is None else checked(lr)
         config = dataclasses.replace(self.config, lr=lr, clip=clip)
-        config.build(1, 1, self.one_hot)  # refuses what the constructor would have
-        self.every, self.config = every, config
+        before, self.config = self.config, config
+        try:
+            self._fresh(1, 1)  # refuses what the constructor would have
+        except ConfigError:
+            self.config = before
+            raise
+        self.every = every
         if self.kernel is None:
             return
         learner = self.kernel.learner
@@ -119,6 +125,8 @@ class RowModel:
             The backbone has diverged: the rows that waited for its step are left out of it.
         """
         row = self._plain(x)
+        # A name of which no value has come yet is no output yet.
+        y = {name: value for name, value in y.items() if value == value or name in self.outputs}
         if row is None:
             x = as_named(x, "x")
             numbers = {name: as_number(name, value) for name, value in x.items()}
@@ -130,8 +138,8 @@ class RowModel:
         else:
             kernel = self._make_room((), y.keys())
         values = [0.0 if self.one_hot else math.nan] * len(self.outputs)
-        for name, value in y.items():
-            values[self.outputs[name]] = value
+        for name in self.outputs.keys() & y.keys():
+            values[self.outputs[name]] = y[name]
         target = np.array(values)
         forecast = kernel.learn(row, target, weight)
         if kernel.learner.trained:
@@ -166,7 +174,8 @@ class RowModel:
         learner = self.learner
         if learner is None:
             return np.zeros((len(rows), len(self.outputs)))
-        return learner.predict(_imputed(learner, rows)).numpy()
+        with torch.device("cpu"):
+            return learner.predict(_imputed(learner, rows)).numpy()
 
     def predict_dist(self, rows: Floats) -> tuple[Floats, Floats]:
         """Mean and variance of the outputs, (n, k) each, of rows (n, p).
@@ -177,9 +186,10 @@ class RowModel:
         if learner is None:
             nothing = np.zeros((len(rows), len(self.outputs)))
             return nothing, nothing + 1.0
-        dist = learner.predict_dist(_imputed(learner, rows))
-        dof = dist.dof.clamp_min(3.0)
-        variance = dist.scale.square() * dof / (dof - 2)
+        with torch.device("cpu"):
+            dist = learner.predict_dist(_imputed(learner, rows))
+            dof = dist.dof.clamp_min(3.0)
+            variance = dist.scale.square() * dof / (dof - 2)
         return dist.mean.numpy(), variance.numpy()
 
     def matrix(self, names: Collection[Hashable], values: Floats) -> Floats:
@@ -212,14 +222,15 @@ class RowModel:
         self.kernel, self._last = None, ((), np.empty(0))
         self._take = _taker(self.features)
         if learnt is not None:
-            with torch.inference_mode(False):
-                learner = self._fresh(len(self.features), len(self.outputs))
+            learner = self._fresh(len(self.features), len(self.outputs))
+            with own_modes():
                 learner.load_state(_to_torch(learnt))
                 noted = [Noted(*row) for row in pending]
                 self.kernel = RowKernel(learner, noted, began)
 
     def _fresh(self, features: int, outputs: int) -> OnlineLearner:
-        return self.config.build(max(features, 1), outputs, self.one_hot)
+        with torch.inference_mode(False), torch.device("cpu"):
+            return self.config.build(max(features, 1), outputs, self.one_hot)
 
     def _make_room(
         self, features: Collection[Hashable], outputs: Collection[Hashable]
@@ -230,8 +241,8 @@ class RowModel:
             return self.kernel
         places = _placed(features, self.features), _placed(outputs, self.outputs)
         try:
-            with torch.inference_mode(False), torch.no_grad():
-                fresh = self._fresh(*map(len, places))
+            fresh = self._fresh(*map(len, places))
+            with own_modes():
                 if self.kernel is not None:
                     self.kernel.settle()
                     self._grow(self.kernel.learner, fresh, len(places[0]))
@@ -305,6 +316,8 @@ class RowModel:
 def _placed(names: Collection[Hashable], places: dict[Hashable, int]) -> dict[Hashable, int]:
     """The places with those of new names behind them, sorted."""
     new = sorted((name for name in names if name not in places), key=_order)
+    if any(name != name for name in new):
+        raise ConfigError("a feature or target is named NaN, which equals no name: give it another")
     return places | {name: len(places) + i for i, name in enumerate(new)}
 
 
@@ -317,13 +330,29 @@ def _taker(names: Collection[Hashable]) -> Callable[[Mapping[Hashable, Any]], tu
 
 def is_missing(value: Any) -> bool:
     """Whether a value is None, NaN, or pandas' NA or NaT."""
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value)
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    try:
+        return bool(value != value)
+    except ArithmeticError:  # a signalling NaN
+        return True
+
+
+def plain(value: Any) -> Any:
+    """The plain value of a scalar of numpy, torch or pyarrow; anything else as it is."""
+    if hasattr(value, "as_py"):
+        return value.as_py()
+    if isinstance(value, (np.datetime64, np.timedelta64)):  # which would become a count
+        return value
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 def check_every(every: Any) -> None:
     """Refuse what is no number of rows."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(f"backbone_every is {every!r}: give a whole number of rows, 1 or more")
+        raise ConfigError(
+            f"backbone_every is {shown(every)}: give a whole number of rows, 1 or more"
+        )
 
 
 def as_named(values: Any, what: str) -> Mapping[Hashable, Any]:
@@ -336,7 +365,7 @@ def as_named(values: Any, what: str) -> Mapping[Hashable, Any]:
     """
     if not hasattr(values, "items") or not hasattr(values, "keys"):
         raise ConfigError(
-            f"{what} is a {type(values).__name__} ({values!r:.40}): give a dict of numbers by name"
+            f"{what} is a {type(values).__name__} ({shown(values)}): give a dict of numbers by name"
         )
     return values
 
@@ -354,16 +383,17 @@ def as_number(name: Hashable, value: Any) -> float:
 
 
 def _converted(name: Hashable, value: Any) -> float:
+    value = plain(value)
     try:
-        if isinstance(value, (str, bytes)):
+        if isinstance(value, (str, bytes, np.generic)):
             raise TypeError
         return math.nan if is_missing(value) else float(value)
     except OverflowError:
         return math.nan
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{name!r} is a {type(value).__name__} ({value!r:.40}): give numbers; turn categories "
-            "into numbers first, by river.preprocessing.OneHotEncoder for one"
+            f"{shown(name)} is a {type(value).__name__} ({shown(value)}): give numbers; turn "
+            "categories into numbers first, by river.preprocessing.OneHotEncoder for one"
         ) from None
 
 

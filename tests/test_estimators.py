@@ -695,10 +695,14 @@ def test_a_column_named_twice_is_refused():
         ({"width": 2.5}, "width is 2.5: give a whole number"),
         ({"width": "wide"}, "width is 'wide': give a whole number"),
         ({"width": True}, "width is True: give a whole number"),
-        ({"width": 10**9}, "width is 1000000000: give at most 65536"),
+        ({"width": 10**9}, "width is 1000000000: give 1 to 65536"),
         ({"depth": 1.0}, "depth is 1.0: give a whole number or None"),
         ({"seed": "s"}, "seed is 's': give a whole number"),
-        ({"seed": 2**70}, "seed is .*: give at most"),
+        ({"seed": 2**70}, "seed is .*: give 0 to"),
+        ({"seed": -(2**64)}, "seed is .*: give 0 to"),
+        ({"head": "reset", "lam": 1e-13}, "lam is 1e-13: give 1e-12 to"),
+        ({"head": "reset", "lam": 10**400}, "lam is 1000.*: give a number or None"),
+        ({"width": np.zeros((3, 3))}, r"width is array\(\[\[0., 0., 0.\], \[0"),
         ({"clip": "x"}, "clip is 'x': give a number or None"),
         ({"average": "x"}, "average is 'x': give a number or None"),
         ({"skip": "no"}, "skip is 'no': give True or False or None"),
@@ -940,3 +944,131 @@ def test_tables_without_columns_are_rows_of_which_nothing_is_known():
     model.learn_many(pa.table({"a": [1.0, 2.0]}), [1.0, 2.0])
     empty = pa.table({"a": [1.0, 2.0]}).select([])
     assert len(model.predict_many(empty)) == len(empty)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.datetime64("2020-01-01"),
+        np.datetime64("2020-01-01", "ns"),
+        np.timedelta64(3, "s"),
+        np.complex128(1 + 2j),
+        np.zeros((3, 3)),
+        "text",
+    ],
+)
+def test_what_would_only_look_like_a_number_is_refused(value):
+    model = KalmanHeadMultiTargetRegressor(width=4)
+    model.learn_one({"a": 1.0}, {"t": 1.0})
+    with pytest.raises(ConfigError, match=r"^'a' is a .*: give numbers") as caught:
+        model.learn_one({"a": value}, {"t": 1.0, "u": None})
+    assert "\n" not in str(caught.value)
+    assert model.targets_skipped == 0
+
+
+@pytest.mark.parametrize(
+    "wrap", [pa.scalar, torch.tensor, np.float64, np.array, Decimal], ids=lambda wrap: wrap.__name__
+)
+def test_scalars_of_other_libraries_are_plain_values(wrap):
+    ours, theirs = KalmanHeadRegressor(width=4), KalmanHeadRegressor(width=4)
+    for i in range(20):
+        ours.learn_one({"a": float(i % 5)}, 0.5 * i)
+        theirs.learn_one({"a": wrap(float(i % 5))}, wrap(0.5 * i))
+    assert ours.predict_one({"a": 2.0}) == theirs.predict_one({"a": wrap(2.0)})
+
+
+def test_classes_are_plain_values():
+    model = KalmanHeadClassifier(width=4)
+    for wrap in (int, np.int64, torch.tensor, pa.scalar) * 3:
+        for label in (1, 2):
+            model.learn_one({"a": float(label)}, wrap(label))
+    assert list(model.predict_proba_one({"a": 1.0})) == [1, 2]
+    model.learn_one({"a": 1.0}, pa.scalar(None))
+    assert model.targets_skipped == 1
+
+
+def test_missing_in_any_library_is_missing():
+    model = KalmanHeadRegressor(width=4)
+    missing = [pa.scalar(None), Decimal("sNaN"), Decimal("NaN"), np.float32("nan"), pd.NA, None]
+    model.learn_one({"a": 1.0}, 1.0)
+    for value in missing:
+        model.learn_one({"a": value}, 1.0)
+        model.learn_one({"a": 1.0}, value)
+    assert model.values_missing == model.targets_skipped == len(missing)
+
+
+def test_a_name_that_equals_no_name_is_refused():
+    model = KalmanHeadMultiTargetRegressor(width=4)
+    for x, y in (({math.nan: 1.0}, {"t": 1.0}), ({"a": 1.0}, {math.nan: 1.0})):
+        with pytest.raises(ConfigError, match="named NaN"):
+            model.learn_one(x, y)
+    assert model.predict_one({"a": 1.0}) == {}
+
+
+def test_a_target_of_which_no_value_has_come_is_not_predicted():
+    model = KalmanHeadMultiTargetRegressor(width=4)
+    model.learn_one({"a": 1.0}, {"t": 1.0, "u": None})
+    assert list(model.predict_one({"a": 1.0})) == ["t"]
+    model.learn_one({"a": 1.0}, {"t": 1.0, "u": 2.0})
+    assert list(model.predict_one({"a": 1.0})) == ["t", "u"]
+
+
+def test_columns_that_were_never_learnt_may_hold_anything():
+    model = KalmanHeadRegressor(width=4)
+    for i in range(20):
+        model.learn_one({"a": float(i % 5)}, float(i % 5))
+    plain = model.predict_many(pd.DataFrame({"a": [1.0, 2.0]}))
+    mixed = model.predict_many(pd.DataFrame({"name": ["x", "y"], "a": [1.0, 2.0]}))
+    assert plain.tolist() == mixed.tolist()
+
+
+def test_names_that_are_the_same_as_text_are_refused_where_text_is_all_there_is():
+    model = KalmanHeadClassifier(width=4)
+    for i in range(6):
+        model.learn_one({"a": float(i % 2)}, (1, "1")[i % 2])
+    assert list(model.predict_proba_many(pd.DataFrame({"a": [1.0]})).columns) == [1, "1"]
+    with pytest.raises(ConfigError, match="two columns of the answer would be named '1'"):
+        model.predict_proba_many(pa.table({"a": [1.0]}))
+
+
+def test_options_may_be_numbers_of_numpy():
+    options = {"width": 8, "seed": 3, "lr": 0.01, "skip": True, "backbone_every": 4}
+    kinds = (np.int64, np.int32, np.float64, np.bool_, np.int64)
+    theirs = {name: kind(value) for (name, value), kind in zip(options.items(), kinds, strict=True)}
+    models = [KalmanHeadRegressor(**options), KalmanHeadRegressor(**theirs).clone()]
+    for i in range(40):
+        for model in models:
+            model.learn_one({"a": float(i % 5)}, float(i % 7))
+    ours, others = (model.predict_one({"a": 2.0}) for model in models)
+    assert ours == others
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_a_default_device_of_the_callers_does_not_matter(device):
+    before = torch.get_default_device()
+    said = []
+    for default in (before, device):
+        torch.set_default_device(default)
+        try:
+            model = KalmanHeadRegressor(width=8)
+            for i in range(60):
+                model.learn_one({"a": float(i % 5)}, float(i % 7))
+            again = pickle.loads(pickle.dumps(model))
+            again.learn_one({"a": 1.0, "b": 2.0}, 3.0)
+            mean = again.predict_one({"a": 2.0}, with_dist=True).mu
+            said.append((model.predict_one({"a": 2.0}), mean))
+        finally:
+            torch.set_default_device(before)
+    assert said[0] == said[1]
+
+
+def test_a_default_dtype_of_16_bits_does_not_matter_to_what_is_learnt():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = KalmanHeadRegressor(width=8)
+        for i in range(3000):
+            model.learn_one({"a": float(i % 5)}, 2.0 * (i % 5))
+    finally:
+        torch.set_default_dtype(before)
+    assert abs(model.predict_one({"a": 2.0}) - 4.0) < 0.02
