@@ -150,8 +150,9 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
 
     Notes
     -----
-    A row costs O(d^2) for each head that remembers, d being inputs plus width. `learn_many` is a
-    loop over `learn_one`, so that both give the same model.
+    A row costs O(d^2) for each head that remembers, d being inputs plus width, and so does the
+    memory: 5,000 features take 5 GB, so hash what has more than some hundred names into fewer.
+    `learn_many` is a loop over `learn_one`, so that both give the same model.
 
     Examples
     --------

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +53,13 @@ BELIEF = ALARM, CALM
 @contextmanager
 def own_modes() -> Iterator[None]:
     """Torch's modes as the row path needs them, whatever the caller's are."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad(), on_cpu():
         yield
+
+
+def on_cpu() -> AbstractContextManager[object]:
+    """New tensors on the CPU, whatever the caller's default; where that is it already, for free."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 class GroupRows:

@@ -26,7 +26,7 @@ from kalmanhead.optimizers import checked
 from kalmanhead.row_compiled import holds
 from kalmanhead.row_config import RowConfig
 from kalmanhead.row_growth import grown
-from kalmanhead.row_kernel import Noted, RowKernel, own_modes
+from kalmanhead.row_kernel import Noted, RowKernel, on_cpu, own_modes
 
 # Kinds of values that stay what they are.
 PLAIN = frozenset((float, int, bool, np.float64))
@@ -125,21 +125,22 @@ class RowModel:
             The backbone has diverged: the rows that waited for its step are left out of it.
         """
         row = self._plain(x)
-        # A name of which no value has come yet is no output yet.
-        y = {name: value for name, value in y.items() if value == value or name in self.outputs}
+        known = self.kernel is not None and self.outputs.keys() >= y.keys()
+        if not known:  # a name of which no value has come yet is no output yet
+            y = {name: value for name, value in y.items() if value == value or name in self.outputs}
         if row is None:
             x = as_named(x, "x")
             numbers = {name: as_number(name, value) for name, value in x.items()}
             kernel = self._make_room(x.keys(), y.keys())
             row = self._place(numbers)
             self.values_missing += sum(map(math.isnan, numbers.values()))
-        elif self.kernel is not None and self.outputs.keys() >= y.keys():
+        elif known and self.kernel is not None:
             kernel = self.kernel
         else:
             kernel = self._make_room((), y.keys())
         values = [0.0 if self.one_hot else math.nan] * len(self.outputs)
-        for name in self.outputs.keys() & y.keys():
-            values[self.outputs[name]] = y[name]
+        for name, value in y.items():
+            values[self.outputs[name]] = value
         target = np.array(values)
         forecast = kernel.learn(row, target, weight)
         if kernel.learner.trained:
@@ -174,7 +175,7 @@ class RowModel:
         learner = self.learner
         if learner is None:
             return np.zeros((len(rows), len(self.outputs)))
-        with torch.device("cpu"):
+        with on_cpu():
             return learner.predict(_imputed(learner, rows)).numpy()
 
     def predict_dist(self, rows: Floats) -> tuple[Floats, Floats]:
@@ -186,7 +187,7 @@ class RowModel:
         if learner is None:
             nothing = np.zeros((len(rows), len(self.outputs)))
             return nothing, nothing + 1.0
-        with torch.device("cpu"):
+        with on_cpu():
             dist = learner.predict_dist(_imputed(learner, rows))
             dof = dist.dof.clamp_min(3.0)
             variance = dist.scale.square() * dof / (dof - 2)
@@ -229,7 +230,7 @@ class RowModel:
                 self.kernel = RowKernel(learner, noted, began)
 
     def _fresh(self, features: int, outputs: int) -> OnlineLearner:
-        with torch.inference_mode(False), torch.device("cpu"):
+        with torch.inference_mode(False), on_cpu():
             return self.config.build(max(features, 1), outputs, self.one_hot)
 
     def _make_room(
