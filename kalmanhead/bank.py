@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from kalmanhead.bank_group import DEFAULT_GRID, FIELD_GRID, Grid, Group, make_group, next_power
+from kalmanhead.bank_rows import BankRows, rows_of
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.layout import (
     as_outputs,
-    as_rows,
     check_pair,
     check_sizes,
     linear_outputs,
     rescaled_weight,
-    target_weights,
 )
 from kalmanhead.noise import Noise, Predictive, noise_discount
 from kalmanhead.posterior import Posterior, forgotten, reexpressed
@@ -192,28 +191,25 @@ class HeadBank(nn.Module):
         Parameters and errors are those of `KalmanHead.update`.
         """
         check_pair(phi, y, weight, self.in_features, self.out_features, self.feature_dim)
-        rows = self._rows(phi)
-        targets = as_rows(y.detach(), self.feature_dim).to(rows)
-        seen = target_weights(y, weight, self.feature_dim)
-        if not bool(seen.any()):
+        batch = BankRows(phi, y, weight, self.feature_dim, self.batches)
+        if not bool(batch.seen.any()):
             return
-        whole = weight is None and bool(seen.all())
-        weights = None if whole else seen.amax(1)
-        power = next_power(self.power, rows, weights, self.rows_seen)
+        power = next_power(self.power, batch.rows, batch.weights, self.rows_seen)
         awake = self.tending.awake(self.batches)
         prior, first = self._prior_variance(power), self.rows_seen == 0
         learnt = [
-            group.condition(rows, targets, weights, prior, first) if up else (group, None)
+            group.condition(batch, prior, first) if up else None
             for group, up in zip(self.groups, awake, strict=True)
         ]
-        groups = tuple(group for group, _ in learnt)
-        updates = [update for _, update in learnt if update is not None]
+        groups = tuple(
+            group if news is None else news.group
+            for group, news in zip(self.groups, learnt, strict=True)
+        )
+        updates = [news for news in learnt if news is not None]
         innovation = torch.cat([update.innovation for update in updates])
         leverage = torch.cat([update.leverage for update in updates])
-        if weights is not None:  # a row of weight w was conditioned on as sqrt(w) times itself
-            own = torch.where(weights > 0, weights, 1.0)
-            innovation, leverage = innovation / own.sqrt()[:, None], leverage / own
-        self._judge(groups, innovation, leverage, seen, awake, len(phi), 1)
+        samples = float(batch.seen.view(batch.samples, -1).amax(1).sum())
+        self._judge(groups, innovation, leverage, batch.heard, awake, samples, batch.points, 1)
         self.power = power
         self._extend()
 
@@ -232,7 +228,8 @@ class HeadBank(nn.Module):
         awake:
             Which groups had been conditioned.
         """
-        self._judge(self.groups, innovation, leverage, seen, awake, len(seen), len(seen))
+        samples = float(seen.amax(1).sum())
+        self._judge(self.groups, innovation, leverage, seen, awake, samples, 1, len(seen))
 
     def remix(self) -> None:
         """Follow groups whose means were written into."""
@@ -245,19 +242,20 @@ class HeadBank(nn.Module):
         leverage: Tensor,
         seen: Tensor,
         awake: list[bool],
-        samples: int,
+        samples: float,
+        points: int,
         batches: int,
     ) -> None:
         """Take groups over that have learnt, with what their foresight says of them."""
-        counted, weight = seen.sum(0), float(seen.view(samples, -1).amax(1).sum())
+        counted = seen.sum(0)
         standing = self.standing.after(
             innovation,
             leverage,
             seen,
             counted,
             noise_discount(counted, self.rows_seen, self.noise_memory),
-            weight,
-            len(seen) // samples,
+            samples,
+            points,
             None if all(awake) else self._heads(awake),
         )
         mixture = self._mix(groups, standing)
@@ -268,7 +266,7 @@ class HeadBank(nn.Module):
             )
         self.groups, self.standing, self._weight = groups, standing, mixture
         self.rows_seen += float(counted.max())
-        self.samples_seen += weight
+        self.samples_seen += samples
         self.batches += batches
         largest = self.weights.amax(1).tolist()
         self.tending.follow(groups, largest, standing.share, batches)
@@ -276,7 +274,7 @@ class HeadBank(nn.Module):
     @torch.no_grad()
     def predict_dist(self, phi: Tensor) -> Predictive:
         """Student t with the mixture's mean and spread, the heads' disagreement included."""
-        rows = self._rows(phi)
+        rows = rows_of(phi, self.feature_dim)
         mean = rows @ self._weight.mT
         variance, first = self._prior_variance(self.power), self.rows_seen == 0
         apart, leverage = [], []
@@ -389,11 +387,6 @@ class HeadBank(nn.Module):
 
     def _width(self, block: str) -> int:
         return {"level": 1, "linear": 1 + self.linear_features}.get(block, 1 + self.in_features)
-
-    def _rows(self, phi: Tensor) -> Tensor:
-        """Features as rows behind the constant, (rows, d), float64."""
-        rows = as_rows(phi.detach(), self.feature_dim).to(torch.float64)
-        return torch.cat([torch.ones_like(rows[:, :1]), rows], 1)
 
     def _prior_variance(self, power: float) -> Tensor:
         """Prior variances for lambda = 1, (d,): 1 / power for all features but the constant."""

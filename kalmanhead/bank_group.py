@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kalmanhead.bank_rows import BankRows
 from kalmanhead.errors import ConfigError
-from kalmanhead.posterior import Posterior, Update, condition
+from kalmanhead.posterior import Posterior, condition, condition_sums
 
 # By block: the heads in it, each a prior precision lambda and a drift rate eta.
 Grid = Mapping[str, Sequence[tuple[float, float]]]
@@ -78,28 +80,28 @@ class Group:
         spread.diagonal(dim1=-2, dim2=-1).add_(self.eta[:, None] * own)
         return replace(self.posterior, spread=spread)
 
-    def condition(
-        self,
-        rows: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-        variance: Tensor,
-        first: bool,
-    ) -> tuple[Group, Update]:
-        """Learn from rows (n, d); the update says how well they were foreseen.
-
-        A missing target is each head's own prediction, which moves nothing.
-        """
-        prior = self.prior(variance, first)
-        block = rows[:, : self.width]
-        missing = torch.isnan(targets)
-        if bool(missing.any()):
-            targets = torch.where(missing, block @ prior.mean.mT, targets)
-        update = condition(prior, block, targets, weights, keep_covariance=self.remembers)
-        posterior = update.posterior
-        if not self.remembers:
+    def condition(self, batch: BankRows, variance: Tensor, first: bool) -> Learnt:
+        """Learn from a batch. A missing target is each head's own prediction: it moves nothing."""
+        prior, keep = self.prior(variance, first), self.remembers
+        if batch.summed:
+            gram, cross = batch.sums
+            gram, cross = gram[: self.width, : self.width], cross[: self.width]
+            posterior = condition_sums(prior, gram, cross, keep_covariance=keep)
+            rows, targets = batch.judged
+            block = rows[:, : self.width]
+            innovation, leverage = targets - block @ prior.mean.mT, prior.variance_of(block)
+        else:
+            block, targets = batch.rows[:, : self.width], batch.targets
+            if not batch.complete:
+                targets = torch.where(torch.isnan(targets), block @ prior.mean.mT, targets)
+            update = condition(prior, block, targets, batch.weights, keep_covariance=keep)
+            posterior, innovation, leverage = update.posterior, update.innovation, update.leverage
+            if batch.weights is not None:  # a row of weight w was taken as sqrt(w) times itself
+                own = torch.where(batch.weights > 0, batch.weights, 1.0)
+                innovation, leverage = innovation / own.sqrt()[:, None], leverage / own
+        if not keep:
             posterior = replace(self.posterior, mean=posterior.mean)
-        return replace(self, posterior=posterior), update
+        return Learnt(replace(self, posterior=posterior), innovation, leverage)
 
     def extended(self, edge: int) -> Group:
         """Group whose precision at the other end has moved on beyond head `edge`, at this end.
@@ -145,6 +147,14 @@ class Group:
         if self.remembers or top == bottom or self.far(edge) == 0:
             return False
         return lam < MOST if top else lam > LEAST
+
+
+class Learnt(NamedTuple):
+    """A group after a batch, and how well it had foreseen the rows that judge it."""
+
+    group: Group
+    innovation: Tensor  # (K, judges, k)
+    leverage: Tensor  # (K, judges)
 
 
 def make_group(

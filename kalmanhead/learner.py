@@ -31,8 +31,8 @@ from kalmanhead.wrapping import take_head
 State = dict[str, Any]
 Order = Literal["head-first", "backbone-first"]
 
-# Batches of fields at the start in each of which the averaged model is scored; later in one of 4.
-JUDGED_AT_FIRST = 64
+# Batches of fields at the start in each of which the averaged model is scored; later in one of 8.
+JUDGED_AT_FIRST = 20
 # What a learner may have beside backbone, head and scales.
 OPTIONS = ("average", "relative", "buffer", "outliers")
 
@@ -390,7 +390,7 @@ class OnlineLearner(Predictor):
         For fields its forward pass costs much, and each batch has thousands of points to tell by.
         """
         return (
-            self.head.feature_dim == -1 or self.batches < JUDGED_AT_FIRST or self.batches % 4 == 0
+            self.head.feature_dim == -1 or self.batches < JUDGED_AT_FIRST or self.batches % 8 == 0
         )
 
     def _learn(self, batch: _Pass) -> None:

@@ -285,11 +285,7 @@ def _condition_primal(
     Written in the whitened variable, so that a prior with zero variances needs no inverse.
     """
     if prior.form == "diagonal":
-        # One Gram serves all heads of a bank.
-        deviation = prior.spread.sqrt()
-        root = torch.diag_embed(deviation)
-        gram = (phi.mT @ phi) * deviation[..., :, None] * deviation[..., None, :]
-        right = deviation[..., None] * (phi.mT @ innovation)
+        root, gram, right = _whitened_sums(prior, phi.mT @ phi, phi.mT @ innovation)
         leverage = prior.variance_of(phi)
     else:
         root = covariance_root(prior.spread)
@@ -297,16 +293,62 @@ def _condition_primal(
         gram = symmetrise(whitened_phi.mT @ whitened_phi)
         right = whitened_phi.mT @ innovation
         leverage = whitened_phi.square().sum(-1)
-    identity = torch.eye(phi.shape[1], dtype=phi.dtype, device=phi.device)
+    posterior, step, factor = _solved(prior, root, gram, right, keep_covariance)
+    whitened = torch.cat([innovation - phi @ (root @ step), step], -2)
+    return Update(posterior, innovation, leverage, whitened, factor)
+
+
+def condition_sums(
+    prior: Posterior, gram: Tensor, cross: Tensor, *, keep_covariance: bool = True
+) -> Posterior:
+    """`condition` where the rows are known by their sums alone, so that many heads share one pass.
+
+    Parameters
+    ----------
+    prior:
+        The belief before the rows, `diagonal` or `dense`, in float64.
+    gram, cross:
+        Phi' R^-1 Phi, (d, d), and Phi' R^-1 Y, (d, k).
+    keep_covariance:
+        As in `condition`.
+
+    Raises
+    ------
+    NumericalError
+        A matrix that must be positive definite is not.
+
+    Examples
+    --------
+    >>> prior = Posterior(torch.zeros(1, 1), torch.tensor([0.5]), "diagonal")
+    >>> condition_sums(prior, torch.tensor([[1.0]]), torch.tensor([[3.0]])).mean
+    tensor([[1.0000]])
+    """
+    root, gram, right = _whitened_sums(prior, gram, cross - gram @ prior.mean.mT)
+    return _solved(prior, root, gram, right, keep_covariance)[0]
+
+
+def _whitened_sums(prior: Posterior, gram: Tensor, cross: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """F with P- = F F', F' Phi' Phi F and F' Phi' E; one gram (d, d) serves all heads of a bank."""
+    if prior.form == "diagonal":
+        deviation = prior.spread.sqrt()
+        gram = gram * deviation[..., :, None] * deviation[..., None, :]
+        return torch.diag_embed(deviation), gram, deviation[..., None] * cross
+    root = covariance_root(prior.spread)
+    return root, symmetrise(root.mT @ gram @ root), root.mT @ cross
+
+
+def _solved(
+    prior: Posterior, root: Tensor, gram: Tensor, right: Tensor, keep_covariance: bool
+) -> tuple[Posterior, Tensor, Tensor]:
+    """Posterior, M^-1 F' Phi' E and the factor of M = I + F' Phi' Phi F."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor = safe_cholesky(gram + identity, "the normal matrix I + F' Phi' Phi F")
     step = cholesky_solve(factor, right)
-    change = root @ step
-    posterior = Posterior(prior.mean + change.mT, prior.spread, prior.form)
-    if keep_covariance:
-        new_root = solve_lower(factor, root.mT)
-        posterior = Posterior(posterior.mean, symmetrise(new_root.mT @ new_root))
-    whitened = torch.cat([innovation - phi @ change, step], -2)
-    return Update(posterior, innovation, leverage, whitened, factor)
+    mean = prior.mean + (root @ step).mT
+    if not keep_covariance:
+        return Posterior(mean, prior.spread, prior.form), step, factor
+    new_root = solve_lower(factor, root.mT)
+    return Posterior(mean, symmetrise(new_root.mT @ new_root)), step, factor
 
 
 def _condition_qr(

@@ -22,7 +22,7 @@ class RunningScaler:
     Batches are merged by the pairwise update of Chan, Golub and LeVeque (1979) in float64, so
     1000 + 0.05 N(0, 1) in float32 batches of 8 gives 0.05 and not 0. NaN entries are left out.
     A channel that has not varied yet is centred and not scaled. A value beyond 30 deviations
-    counts as 30, so that a single wild one does not spoil the scale for good, until three batches
+    is left out, so that a single wild one does not spoil the scale for good, until three batches
     in a row say that the channel has changed.
 
     Parameters
@@ -88,7 +88,7 @@ class RunningScaler:
         rows = values.detach().movedim(1, -1).flatten(0, -2).to(torch.float64)
         if rows.numel() == 0:
             return False
-        rows = self._held(rows)
+        rows = self._believed(rows)
         variance, mean = torch.var_mean(rows, 0, correction=0)
         count, squares = torch.full_like(mean, float(rows.shape[0])), variance * rows.shape[0]
         if weight is not None or torch.isnan(mean).any():
@@ -143,12 +143,12 @@ class RunningScaler:
         variance = self.squares / _or_one(self.count)
         return variance if self.center else variance + self.mean.square()
 
-    def _held(self, rows: Tensor) -> Tensor:
-        """Rows (n, channels) within the deviations that are believed."""
+    def _believed(self, rows: Tensor) -> Tensor:
+        """Rows (n, channels), NaN where they are beyond the deviations that are believed."""
         middle = self.mean if self.center else torch.zeros_like(self.mean)
         reach = torch.where(self.varies, LARGEST_DEVIATION * self._variance.sqrt(), math.inf)
         held, self.strange = hold(rows, middle, reach, self.strange)
-        return held
+        return rows if held is rows else torch.where(held == rows, rows, math.nan)
 
     def _refresh(self) -> bool:
         """Bring shift and scale up to the statistics, if they are off by too much."""

@@ -173,7 +173,7 @@ def test_a_wild_value_does_not_spoil_a_scale(wild):
         scaler.update(torch.randn(20, 2, generator=generator))
     shift, scale = scaler.shift, scaler.scale
     scaler.update(torch.tensor([[0.0, wild]]))
-    assert scale[1] < scaler.scale[1] < 1.3 * scale[1]
+    assert scaler.scale[1] == scale[1]
     assert abs(scaler.shift[1] - shift[1]) < 0.05
     torch.testing.assert_close(scaler.scale[0], scale[0], rtol=1e-3, atol=0)
 
