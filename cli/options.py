@@ -234,7 +234,7 @@ model_options = apply(
     click.option(
         "--robust/--no-robust",
         default=None,
-        help="Hold single wild targets closer to their forecast; the bank does by default.",
+        help="Leave out single wild targets; the bank does by default.",
     ),
     click.option(
         "--loss",

@@ -322,6 +322,11 @@ class HeadBank(nn.Module):
         """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
         self.standing = self.standing.forgotten(lost)
 
+    def loosen(self) -> None:
+        """Put every P back to the prior; W itself stays."""
+        variance = self._prior_variance(self.power)
+        self._map(lambda group: group.loosened(variance))
+
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,)."""

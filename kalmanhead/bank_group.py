@@ -103,6 +103,13 @@ class Group:
             posterior = replace(self.posterior, mean=posterior.mean)
         return Learnt(replace(self, posterior=posterior), innovation, leverage)
 
+    def loosened(self, variance: Tensor) -> Posterior:
+        """What is believed with the covariance back at `prior`."""
+        if not self.remembers:
+            return self.posterior
+        spread = self.prior(variance, first=True).spread
+        return replace(self.posterior, spread=torch.diag_embed(spread))
+
     def extended(self, edge: int) -> Group:
         """Group whose precision at the other end has moved on beyond head `edge`, at this end.
 

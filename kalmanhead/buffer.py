@@ -92,6 +92,10 @@ class Buffer:
             old[places] = part[taken].to(old)
         self.size, self.seen = self.size + room, self.seen + len(x)
 
+    def clear(self) -> None:
+        """Keep nothing of what came so far."""
+        self.seen = self.size = 0
+
     def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows of what is kept, drawn at random; all of them if they are no more than `count`.
 

@@ -54,8 +54,9 @@ class ModelConfig:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
     robust:
-        Hold single targets that are off by more than 30 deviations of the usual errors, and by
-        more than 3 of the targets, at that distance; None leaves it to the head, and the bank does.
+        Leave out single targets that are off by more than 30 deviations of the usual errors and by
+        more than 3 of the targets, and start anew after three in a row; None leaves it to the
+        head, and the bank does.
     loss:
         `squared`, or `relative`: rows are weighed so that squared relative errors are minimised.
     buffer, buffer_kind:

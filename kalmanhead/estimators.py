@@ -138,8 +138,9 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
     robust:
-        Hold single targets that are off by more than 30 deviations of the usual errors, and by
-        more than 3 of the targets, at that distance; None leaves it to the head, and the bank does.
+        Leave out single targets that are off by more than 30 deviations of the usual errors and by
+        more than 3 of the targets, and start anew after three in a row; None leaves it to the
+        head, and the bank does.
     backbone_every:
         Rows for each gradient step of the backbone. The head learns from every row at once.
     absent:

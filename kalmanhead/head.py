@@ -65,6 +65,10 @@ class Head(Protocol):
         """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
         ...
 
+    def loosen(self) -> None:
+        """Put what is known of how sure W is back to the prior; W itself stays."""
+        ...
+
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express what was learnt for leading features that were `ratio * new + offset`."""
         ...
@@ -276,6 +280,12 @@ class KalmanHead(nn.Module):
         self.noise = self.noise.forgotten(lost)
 
     @torch.no_grad()
+    def loosen(self) -> None:
+        """Put P back to the prior; W itself stays."""
+        spread, form = self._initial_spread(self.last_rows)
+        self.posterior = Posterior(self.posterior.mean, spread, form)
+
+    @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W and P for leading features that were `ratio * new + offset`, both (p,).
 
@@ -323,9 +333,9 @@ class KalmanHead(nn.Module):
         self.posterior = Posterior(tensors["mean"], tensors["spread"], self.posterior.form)
         self.noise = Noise(tensors["noise_shape"], tensors["noise_rate"])
 
-    def _initial_spread(self) -> tuple[Tensor, Form]:
+    def _initial_spread(self, rows: float = 1.0) -> tuple[Tensor, Form]:
         """Spread before any data: no d x d matrix where none is remembered."""
-        variance = self._variance(1.0)
+        variance = self._variance(rows)
         if not self.transition.remembers:
             return variance.clone(), "diagonal"
         if variance.dtype == torch.float32:

@@ -26,6 +26,7 @@ from kalmanhead.optimizers import OptimizerFactory, adam, descend, make_optimize
 from kalmanhead.outliers import Outliers
 from kalmanhead.predictor import Predictor
 from kalmanhead.relative import RelativeWeights
+from kalmanhead.renewal import renew
 from kalmanhead.wrapping import take_head
 
 State = dict[str, Any]
@@ -85,7 +86,8 @@ class OnlineLearner(Predictor):
         Rows kept for the backbone: its steps are taken on as many drawn from there as came, while
         the head learns from each batch as it comes. None: both learn from the same batch.
     robust:
-        Hold single targets that lie far beyond all errors closer to their forecast (`Outliers`).
+        Leave out single targets that lie far beyond all errors (`Outliers`), and start anew where
+        they go on (`renew`).
 
     Raises
     ------
@@ -221,7 +223,11 @@ class OnlineLearner(Predictor):
             if self.outliers is not None:
                 foreseen = self.head(batch.phi) if forecast is None else forecast.mixture
                 held = self.outliers.hold(batch.y, foreseen.detach(), weight)
-                if held is not batch.y:
+                if bool(self.outliers.changed.any()):
+                    told = self.scaling.unscale_targets(foreseen.detach())
+                    renew(self, self.outliers.changed, y, told)
+                    batch = replace(batch, y=self.scaling.scale_targets(y))
+                elif held is not batch.y:
                     y, batch = self.scaling.unscale_targets(held), replace(batch, y=held)
             if self.average is not None and judged and forecast is not None:
                 self.average.score(forecast.newest, forecast.average, batch.y, weight)

@@ -1,9 +1,10 @@
-"""Targets so far from their forecast that they are no measurement, and are held closer to it.
+"""Targets so far from their forecast that they are no measurement, and teach nothing.
 
 A single target a thousand deviations away would throw every head off, and then the backbone, whose
-gradient goes through a head. It is held within so many deviations of its forecast (Huber's
-influence function, on the innovation), unless the last rows were strange as well: then the world
-has changed, and they are believed.
+gradient goes through a head. It is put at its forecast, so that it moves nothing, unless the last
+rows were strange as well: then the world has changed, and they are believed (`kalmanhead.renewal`).
+What is usual still hears of it, as an error at the end of the reach, so that errors which are
+large now and then are not strange for good.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from kalmanhead.layout import as_outputs, as_rows, target_weights
 from kalmanhead.noise import noise_discount
 
 State = dict[str, Any]
+
+STATE = ("squares", "rows", "strange", "fresh")
 
 # Beyond so many deviations a value is strange.
 LARGEST_DEVIATION = 30.0
@@ -70,7 +73,7 @@ def hold(values: Tensor, middle: Tensor, reach: Tensor, strange: Tensor) -> tupl
 
 
 class Outliers:
-    """Knows how far targets usually are from their forecasts, and holds those that are strange.
+    """Knows how far targets usually are from their forecasts, and keeps out those that are strange.
 
     Parameters
     ----------
@@ -90,13 +93,27 @@ class Outliers:
         self.rows = torch.zeros_like(self.squares)
         self.strange = torch.zeros_like(self.squares)
         self.seen = 0.0
+        # Rows that are still not doubted after a change.
+        self.fresh = torch.zeros_like(self.squares)
+        # Outputs whose targets are strange and believed: their world has changed with this batch.
+        self.changed = torch.zeros(outputs, dtype=torch.bool, device=device)
 
     @property
     def reach(self) -> Tensor:
         """How far from its forecast a target may be, in scaled units, (k,)."""
+        return torch.where((self.rows < START) | (self.fresh > 0), math.inf, self._usual)
+
+    @property
+    def _usual(self) -> Tensor:
         deviation = (self.squares / self.rows.clamp_min(1)).sqrt()
-        reach = (LARGEST_DEVIATION * deviation).clamp_min(ORDINARY)
-        return torch.where(self.rows < START, math.inf, reach)
+        return (LARGEST_DEVIATION * deviation).clamp_min(ORDINARY)
+
+    def expect_anything(self, changed: Tensor) -> None:
+        """Doubt nothing of outputs that have changed, (k,), until their errors are as usual again.
+
+        After START rows what they are by then is usual. So a jump that is soon taken back is seen.
+        """
+        self.fresh = torch.where(changed, START, self.fresh)
 
     @torch.no_grad()
     def hold(self, y: Tensor, forecast: Tensor, weight: Tensor | None) -> Tensor:
@@ -112,17 +129,21 @@ class Outliers:
         errors = as_rows(y - forecast, self.feature_dim).to(torch.float64)
         if len(errors) == 0:
             return y
-        middle = torch.zeros_like(self.squares)
-        held, self.strange = hold(errors, middle, self.reach, self.strange)
-        self.follow(held, target_weights(y, weight, self.feature_dim))
+        middle, reach, alarmed = torch.zeros_like(self.squares), self.reach, self.strange > ALARM
+        held, self.strange = hold(errors, middle, reach, self.strange)
+        self.changed = alarmed & ((errors.abs() > reach).to(torch.float64).mean(0) > 0.5)
+        self.follow(held, target_weights(y, weight, self.feature_dim) * ~self.changed)
         if held is errors:
             return y
-        held = as_outputs(held, y, self.feature_dim).to(y)
-        return torch.where((y - forecast).abs() > held.abs(), forecast + held, y)
+        strange = as_outputs((held - errors).abs() > 0, y, self.feature_dim)
+        return torch.where(strange, forecast, y)
 
     def follow(self, errors: Tensor, seen: Tensor) -> None:
         """Take errors (n, k) into what is usual; `seen` holds their weights, 0 where missing."""
         counted = seen.sum(0)
+        if bool(self.fresh.any()):
+            as_usual = ~(errors.abs() > self._usual).any(0) & (counted > 0)
+            self.fresh = torch.where(as_usual, 0.0, (self.fresh - counted).clamp_min(0))
         discount = noise_discount(counted, self.seen, MEMORY)
         news = (seen * torch.where(seen > 0, errors, 0.0).square()).sum(0)
         self.squares = discount * self.squares + news
@@ -146,16 +167,16 @@ class Outliers:
 
     def moved(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Follow a move to another device, but keep the dtype."""
-        for name in ("squares", "rows", "strange"):
+        for name in (*STATE, "changed"):
             value = getattr(self, name)
             setattr(self, name, fn(value).to(value.dtype))
 
     def state(self) -> State:
         """What must be kept to go on exactly."""
-        return {name: getattr(self, name) for name in ("squares", "rows", "strange", "seen")}
+        return {name: getattr(self, name) for name in (*STATE, "seen")}
 
     def load_state(self, state: State) -> None:
         """Go on from what `state` returned."""
-        for name in ("squares", "rows", "strange"):
+        for name in STATE:
             setattr(self, name, state[name].to(self.squares).clone())
         self.seen = float(state["seen"])

@@ -61,17 +61,24 @@ def standardise(values, shift, steepness, limit, absent, z):  # type: ignore[no-
 
 
 @compiled
-def hold(target, scaled, forecast, reach, strange, alarm, calm, unit, center):  # type: ignore[no-untyped-def]
-    """`outliers.hold` of the targets of a row, (k,): write into target, scaled and strange."""
+def hold(target, scaled, errors, forecast, reach, strange, changed, alarm, calm, unit, center):  # type: ignore[no-untyped-def]
+    """`Outliers.hold` for the targets of a row, (k,): write into the first three, strange, changed.
+
+    Whether some target is strange and believed.
+    """
+    any_changed = False
     for j in range(len(scaled)):
         error = scaled[j] - forecast[j]
-        believed = strange[j] > alarm
-        strange[j] *= calm
-        if abs(error) > reach[j]:
-            strange[j] += 1
-            if not believed:
-                scaled[j] = forecast[j] + math.copysign(reach[j], error)
-                target[j] = scaled[j] * unit[j] + center[j]
+        believed, beyond = strange[j] > alarm, abs(error) > reach[j]
+        changed[j] = believed and beyond
+        any_changed |= changed[j]
+        strange[j] = calm * strange[j] + beyond
+        errors[j] = error
+        if beyond and not believed:
+            errors[j] = math.copysign(reach[j], error)
+            scaled[j] = forecast[j]
+            target[j] = scaled[j] * unit[j] + center[j]
+    return any_changed
 
 
 @compiled

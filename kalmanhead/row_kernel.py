@@ -26,6 +26,7 @@ from kalmanhead.bank_group import SIZING_ROWS, Group
 from kalmanhead.layout import target_weights
 from kalmanhead.learner import OnlineLearner
 from kalmanhead.outliers import ALARM, CALM
+from kalmanhead.renewal import renew
 from kalmanhead.row_compiled import (
     blend,
     condition,
@@ -131,6 +132,7 @@ class Noted(NamedTuple):
     target: Floats
     weight: float
     scaled: Floats  # targets, (k,)
+    errors: Floats  # of what was foreseen of them, strange ones held, (k,)
     innovation: Floats  # of each head awake, (heads, k)
     leverage: Floats  # (heads,)
     outputs: Floats  # as they were foreseen by the newest and the averaged model, (m, k)
@@ -184,7 +186,7 @@ class RowKernel:
         self.average_weight = np.empty((self.bank.out_features, 0))
         self.average_share = np.empty(0)
         self.pending, self.began = [] if pending is None else pending, began
-        self.alarm = 0.0
+        self.alarm, self.renewed = 0.0, False
         for noted in self.pending:
             self.alarm = CALM * self.alarm + noted.surprise
         self._seen: _Seen | None = None
@@ -204,9 +206,9 @@ class RowKernel:
         """Condition every head on a row, (p,), with targets (k,); what `predict` had said.
 
         NaN is a missing target, of which at least one must be there; the weight is positive. A
-        target that is held closer to its forecast is put there in the array.
+        strange target is put at its forecast in the array.
         """
-        first = self.learner.batches == 0
+        first, self.renewed = self.learner.batches == 0, False
         if first:
             self._begin(row, target)
         prediction = self.predict(row)
@@ -214,9 +216,14 @@ class RowKernel:
         assert seen is not None
         scaled = np.empty_like(target)
         standardise(target, self.center, self.steps, LARGEST_TARGET, math.nan, scaled)
+        errors = scaled - seen.mixture
         if self.learner.outliers is not None and not first:
             scales = (self.unit, self.center)
-            hold(target, scaled, seen.mixture, self.reach, self.strange, *BELIEF, *scales)
+            belief = (self.reach, self.strange, self.changed, *BELIEF)
+            if hold(target, scaled, errors, seen.mixture, *belief, *scales):
+                seen = self._renew(row, target, prediction)
+                standardise(target, self.center, self.steps, LARGEST_TARGET, math.nan, scaled)
+                errors = scaled - seen.mixture
         if self.bank.rows_seen < SIZING_ROWS:
             self._size(seen.phi[0], weight)
         if first:
@@ -229,7 +236,7 @@ class RowKernel:
         surprise = surprises(innovation, leverage, self.variance, self.leader, SURPRISE)
         self.alarm = CALM * self.alarm + surprise
         self.pending.append(
-            Noted(row, target, weight, scaled, innovation, leverage, seen.outputs, surprise)
+            Noted(row, target, weight, scaled, errors, innovation, leverage, seen.outputs, surprise)
         )
         self._seen = None
         vars(self.learner)["batches"] += 1  # a module's own way of setting costs 5 us
@@ -243,7 +250,7 @@ class RowKernel:
     def _settle(self) -> None:
         """Let the learner's parts take note of the rows since the last time."""
         *columns, _ = zip(*self.pending, strict=True)
-        rows, targets, weights, scaled, innovation, leverage, outputs = (
+        rows, targets, weights, scaled, errors, innovation, leverage, outputs = (
             torch.from_numpy(np.array(values)) for values in columns
         )
         self.pending, self.alarm = [], 0.0
@@ -257,9 +264,7 @@ class RowKernel:
             bank.take_note(innovation.transpose(0, 1), leverage.mT, seen, self.awake_flags)
             if not first:  # of which nothing could be foreseen, and the scales are taken already
                 if learner.outliers is not None:
-                    share = torch.from_numpy(self.average_share) if self.models > 1 else 0.0
-                    mixture = outputs[:, 0] + share * (outputs[:, -1] - outputs[:, 0])
-                    learner.outliers.follow(scaled - mixture, seen)
+                    learner.outliers.follow(errors, seen)
                 if learner.average is not None:
                     learner.average.score(outputs[:, 0], outputs[:, -1], scaled, weight)
                 skip = learner.leads_with_inputs
@@ -273,6 +278,17 @@ class RowKernel:
         if self.pending:
             self._settle()
         self.bank.remix()
+
+    def _renew(self, row: Floats, target: Floats, prediction: Floats) -> _Seen:
+        """Take changed outputs as new; the row as it is foreseen after that."""
+        changed, self.renewed = torch.from_numpy(self.changed), True
+        self.settle()
+        with own_modes():
+            said = torch.from_numpy(prediction)[None]
+            renew(self.learner, changed, torch.from_numpy(target)[None], said)
+        self.began = self.learner.batches
+        self._follow()
+        return self._foresee(row)
 
     def step_backbone(self, rows: Floats, targets: Floats, weights: Floats) -> None:
         """One gradient step on rows (n, p), targets (n, k) and weights (n,); then the average's.
@@ -387,6 +403,7 @@ class RowKernel:
         if learner.outliers is not None:
             self.reach = learner.outliers.reach.numpy()
             self.strange = learner.outliers.strange.numpy()
+            self.changed = np.zeros(outputs, dtype=bool)
         if learner.average is not None:
             self.average_share = learner.average.standing.shares[1].numpy()
             self.average_weight = learner.average.weight.numpy()

@@ -143,6 +143,8 @@ class RowModel:
             values[self.outputs[name]] = value
         target = np.array(values)
         forecast = kernel.learn(row, target, weight)
+        if kernel.renewed:  # the rows that wait show the world as it was
+            self.waiting = []
         if kernel.learner.trained:
             self.waiting.append((row, target, weight))
             if len(self.waiting) >= self.every:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from kalmanhead.errors import ConfigError
-from kalmanhead.outliers import LARGEST_DEVIATION, hold
+from kalmanhead.outliers import ALARM, LARGEST_DEVIATION, hold
 
 State = dict[str, Any]
 
+# Rows that the old spread counts for after a change.
+FEW_ROWS = 3.0
 STATE = ("count", "mean", "squares", "strange", "shift", "scale")
 
 
@@ -106,6 +108,20 @@ class RunningScaler:
         self.mean = self.mean + delta * share
         self.count = total
         return self._refresh()
+
+    @torch.no_grad()
+    def restart(self, changed: Tensor, values: Tensor) -> None:
+        """Start anew where `changed`, (channels,): at the middle of a batch, with the old spread.
+
+        What is known of the spread counts for few rows from here on, so that it soon is the new.
+        """
+        rows = values.detach().movedim(1, -1).flatten(0, -2).to(torch.float64)
+        few = torch.full_like(self.count, FEW_ROWS)
+        self.squares = torch.where(changed, self.squares / _or_one(self.count) * few, self.squares)
+        self.mean = torch.where(changed, rows.nanquantile(0.5, dim=0), self.mean)
+        self.count = torch.where(changed, few, self.count)
+        self.strange = torch.where(changed, ALARM + 1, self.strange)
+        self.shift = self.mean if self.center else torch.zeros_like(self.mean)
 
     def __call__(self, values: Tensor) -> Tensor:
         """Scaled values, (n, channels, *grid), float64."""

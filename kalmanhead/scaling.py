@@ -86,6 +86,10 @@ class Scaling:
         """Targets in their own units again."""
         return y if self.y is None else self.y.inverse(y)
 
+    def target_scale(self, like: Tensor) -> Tensor:
+        """What a scaled target of 1 is in its own units, (k,)."""
+        return torch.ones_like(like) if self.y is None else self.y.scale
+
     def unscale_spread(self, scale: Tensor) -> Tensor:
         """A scale of targets, (n, k, *grid), in their own units again."""
         return (
@@ -137,6 +141,14 @@ class Scaling:
                     part.rescale_targets(ratio, offset)
                     if lost.any():
                         part.forget_noise(lost)
+
+    def restart_targets(self, changed: Tensor, y: Tensor, parts: Sequence[Scaled]) -> None:
+        """Start anew from the targets of a batch where `changed`, (k,); predictions stay."""
+        if self.y is not None:
+            shift, scale = self.y.shift, self.y.scale
+            self.y.restart(changed, y)
+            for part in parts:
+                part.rescale_targets(scale / self.y.scale, (shift - self.y.shift) / self.y.scale)
 
     def to(self, device: torch.device) -> None:
         """Move the statistics to a device."""

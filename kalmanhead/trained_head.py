@@ -120,6 +120,9 @@ class TrainedHead(nn.Module):
         """Put the noise of outputs back to the prior, where `lost`, (k,), says so."""
         self.noise = self.noise.forgotten(lost)
 
+    def loosen(self) -> None:
+        """There is no covariance."""
+
     @torch.no_grad()
     def rescale_inputs(self, ratio: Tensor, offset: Tensor) -> None:
         """Re-express W for leading features that were `ratio * new + offset`, both (p,)."""

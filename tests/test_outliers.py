@@ -12,6 +12,7 @@ from kalmanhead.learner import OnlineLearner
 from kalmanhead.noise import Noise, update_noise
 from kalmanhead.optimizers import adam
 from kalmanhead.outliers import Outliers, hold
+from kalmanhead.renewal import renew
 from kalmanhead.scaler import RunningScaler
 
 
@@ -152,7 +153,7 @@ def test_fields_are_held_point_by_point():
     wild[1, 0, 5] = 1e9
     held = part.hold(wild, ones - 0.1, None)
     expected = ones.clone()
-    expected[1, 0, 5] = 0.9 + 3.0
+    expected[1, 0, 5] = 0.9
     torch.testing.assert_close(held, expected)
 
 
@@ -195,3 +196,86 @@ def test_a_wild_row_widens_the_noise_by_little():
     noise = Noise(torch.tensor([500.0]), torch.tensor([500.0]))
     after = update_noise(noise, torch.tensor([1e12]), torch.tensor(1.0))
     assert 1.0 < float(after.variance) < 2.0
+
+
+def moved_world(kind):
+    """Targets that, from row 1700 on, jump by 1000 deviations or are in another unit."""
+    for i, (x, y) in enumerate(batches(4000, 1)):
+        value = float(y)
+        if i >= 1700:
+            value = {"none": value, "jump": value + 1.5e3, "unit": 1e3 * value}[kind]
+        yield dict(enumerate(x[0].tolist())), value
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("jump", 1.0), ("unit", 1e3)])
+def test_rows_are_foreseen_nearly_as_well_after_a_jump_or_in_a_new_unit(kind, unit):
+    late = {}
+    for name in ("none", kind):
+        model, errors = KalmanHeadRegressor(width=16), []
+        for x, value in moved_world(name):
+            errors.append(abs(model.predict_one(x) - value))
+            model.learn_one(x, value)
+        late[name] = sum(errors[-500:]) / 500
+    # Without `renew` 12 times as much after the jump: targets have a deviation of 1.3.
+    assert late[kind] / unit < 2 * late["none"]
+
+
+def test_batches_are_foreseen_as_well_after_a_jump():
+    late = {}
+    for jump in (0.0, 1e4):
+        model, errors = learner(), []
+        for i, (x, y) in enumerate(batches(300, 32)):
+            moved = y + (jump if i >= 100 else 0.0)
+            errors.append(float((model.step(x, moved) - moved).abs().mean()))
+        late[jump] = sum(errors[-50:]) / 50
+    assert late[1e4] < 1.3 * late[0.0]
+
+
+def test_a_changed_world_takes_the_level_and_leaves_the_rest_of_w():
+    model = learner()
+    for x, y in batches(100, 32):
+        model.learn(x, y)
+    x, y = next(batches(1, 32, seed=6))
+    before, changed = model.predict(x), torch.tensor([True])
+    spread = [group.posterior.spread for group in model.head.groups]
+    renew(model, changed, y + 1e4, before)
+    shift = model.predict(x) - before
+    assert float(shift.std()) < 1e-3
+    torch.testing.assert_close(shift.mean(), (y + 1e4 - before).median(), rtol=1e-6, atol=0)
+    for group, old in zip(model.head.groups, spread, strict=True):
+        if group.remembers:
+            assert (
+                group.posterior.covariance.diagonal(dim1=1, dim2=2) > old.diagonal(dim1=1, dim2=2)
+            ).any()
+            prior = group.prior(model.head._prior_variance(model.head.power), first=True)
+            torch.testing.assert_close(group.posterior.covariance, prior.covariance)
+    for state in model.optimizer.state.values():
+        assert not state["exp_avg_sq"].any()
+    assert math.isinf(model.outliers.reach)
+
+
+def test_an_output_that_does_not_change_keeps_its_level_and_noise():
+    bank = HeadBank(21, 2, linear_features=5)
+    model = OnlineLearner(MLP(5, width=16, seed=0), bank, adam(1e-2), skip=True, robust=True)
+    for x, y in batches(100, 32):
+        model.learn(x, torch.cat([y, -y], 1))
+    x, y = next(batches(1, 32, seed=6))
+    before, noise = model.predict(x), bank.standing.noise.variance[:, 1]
+    said = torch.cat([y + 1e4, -y], 1)
+    renew(model, torch.tensor([True, False]), said, before)
+    torch.testing.assert_close(model.predict(x)[:, 1], before[:, 1])
+    torch.testing.assert_close(bank.standing.noise.variance[:, 1], noise)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_a_burst_of_wild_targets_is_no_lasting_change(rows):
+    late = {}
+    for wild in (0.0, 1e6):
+        model, errors = KalmanHeadRegressor(width=16), []
+        for i, (x, y) in enumerate(batches(2500, 1)):
+            value = float(y) + (wild if 1500 <= i < 1500 + rows else 0.0)
+            row = dict(enumerate(x[0].tolist()))
+            errors.append(abs(model.predict_one(row) - value))
+            model.learn_one(row, value)
+        late[wild] = sum(errors[-500:]) / 500
+    assert late[1e6] < 1.5 * late[0.0]
