@@ -20,6 +20,9 @@ HEADS = ("auto", "reset", "drift", "forget", "static", "ridge", "adam", "sgd")
 class Finite(click.FloatRange):
     """Numbers of a range without NaN and infinity, which a range lets through."""
 
+    def _describe_range(self) -> str:
+        return _described(self, super()._describe_range())
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
@@ -36,6 +39,9 @@ class Finite(click.FloatRange):
 class Whole(click.IntRange):
     """Whole numbers of a range."""
 
+    def _describe_range(self) -> str:
+        return _described(self, super()._describe_range())
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Convert what was typed."""
         try:
@@ -43,6 +49,11 @@ class Whole(click.IntRange):
         except ValueError:
             self.fail(f"{value!r} is not a whole number: give one such as 32.", param, ctx)
         return int(super().convert(number, param, ctx))
+
+
+def _described(kind: click.FloatRange | click.IntRange, text: str) -> str:
+    """What help says of a range: nothing of one without ends, which click shows as x<=None."""
+    return "" if kind.min is None and kind.max is None else text
 
 
 COUNT = Whole(1, 2**63 - 1)  # as far as files and generators count

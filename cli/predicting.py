@@ -40,6 +40,7 @@ def predict_rows(
     refuse_overlap(out, {"the run": str(run), "the source": source})
     directory = RunDirectory.open(run)
     options = stored_options(directory, {}, trust_code=trust_code)
+    refuse_overlap(out, {"what the run learnt from": str(options["source"])})
     learner, learnt, features = restored_learner(directory, options)
     stream = open_new_rows(
         options,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kalmanhead.errors import ConfigError
 from kalmanhead.noise import Predictive
+from kalmanhead.streams.replacing import check_replaceable
 
 Array = NDArray[np.float64]
 
@@ -99,6 +100,7 @@ def open_writer(
     """
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists: give another --out, or --overwrite")
+    check_replaceable(path)
     if path.suffix not in (".zarr", ".parquet") or (is_field and path.suffix != ".zarr"):
         raise ConfigError(
             f"--out {path}: fields are written to a .zarr, vectors to a .parquet or a .zarr"

@@ -26,7 +26,7 @@ from kalmanhead.row_frames import (
     native_frame,
     rows_of,
 )
-from kalmanhead.row_model import RowModel, as_named, as_number, is_missing, plain
+from kalmanhead.row_model import UNNAMED, RowModel, as_named, as_number, is_missing, plain
 
 Row = Mapping[Hashable, Any]
 
@@ -183,7 +183,7 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
         ConfigError
             A feature or the target is no number, or the weight is negative or not finite.
         """
-        self._learn(x, {TARGET: as_number("the target", y)}, w)
+        self._learn(x, {TARGET: as_number(UNNAMED, y)}, w)
 
     def predict_one(self, x: Row, with_dist: bool = False) -> Any:
         """Prediction for a row, 0 before any learning; a Gaussian if asked for."""
@@ -197,7 +197,7 @@ class KalmanHeadRegressor(_RowEstimator, base.MiniBatchRegressor):
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
         """Learn from the rows of a frame; y and w by position, w one number or one a row."""
-        targets = [as_number("the target", value) for value in listed(y, "y")]
+        targets = [as_number(UNNAMED, value) for value in listed(y, "y")]
         for x, target, weight in rows_of(X, targets, w):
             self.learn_one(x, target, weight)
 
@@ -310,8 +310,8 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
     def predict_proba_one(self, x: Row, **kwargs: Any) -> dict[Any, float]:
         """Probability of each class seen so far; none before any learning."""
         means = self._model.predict_row(self._model.read(x))
-        probabilities = self._slope(means[None])[0]
-        return dict(zip(self._model.outputs, probabilities.tolist(), strict=True))
+        told = self._by_class(self._slope(means[None]))
+        return {label: float(probability[0]) for label, probability in told.items()}
 
     def learn_many(self, X: Any, y: Any, w: Any = 1.0) -> None:
         """Learn from the rows of a frame; labels and weights by position."""
@@ -323,9 +323,7 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
         """Probabilities for the rows of a frame, a column for each class, same kind and index."""
         frame = frame_of(X)
         probabilities = self._probabilities(in_places(self._model, frame))
-        return native_frame(
-            {label: probabilities[:, j] for label, j in self._model.outputs.items()}, frame
-        )
+        return native_frame(self._by_class(probabilities), frame)
 
     def predict_many(self, X: Any) -> Any:
         """Most probable class for each row of a frame, as a series of the same kind and index."""
@@ -338,6 +336,17 @@ class KalmanHeadClassifier(_RowEstimator, base.MiniBatchClassifier):
     def _probabilities(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
         """Probabilities of the classes, (n, k)."""
         return self._slope(self._model.predict(rows))
+
+    def _by_class(self, probabilities: NDArray[np.float64]) -> dict[Any, NDArray[np.float64]]:
+        """Probabilities (n, k) by class. Of one bool the other is known, though not yet seen."""
+        told = {label: probabilities[:, j] for label, j in self._model.outputs.items()}
+        learner = self._model.learner
+        if len(told) == 1 and learner is not None:
+            (label,) = told
+            if isinstance(label, bool):  # Laplace's rule of succession
+                unseen = np.full(len(probabilities), 1 / (learner.batches + 2))
+                told = {label: 1 - unseen, not label: unseen}
+        return told
 
 
 class Slope:

@@ -35,6 +35,7 @@ RANGES = {
     "depth": (0, LARGEST_SIZE),
     "seed": (0, 2**63 - 1),
     "lam": (1e-12, 1e12),
+    "eta": (0, 1),
 }
 OPTIMIZERS = {"adam": (adam, 1.5e-2), "sgd": (sgd, 1e-2)}
 

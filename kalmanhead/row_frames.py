@@ -65,7 +65,7 @@ def listed(values: Any, what: str) -> list[Any]:
     if hasattr(values, "columns"):
         frame = frame_of(values)
         if len(frame.columns) == 1:
-            return list(frame[frame.columns[0]].to_list())
+            return [row[0] for row in frame.iter_rows()]
     elif hasattr(values, "to_pylist"):  # pyarrow's scalars are no plain values
         return list(values.to_pylist())
     elif getattr(values, "ndim", 1) == 1 and _is_row(values):

@@ -28,6 +28,8 @@ from kalmanhead.row_config import RowConfig
 from kalmanhead.row_growth import grown
 from kalmanhead.row_kernel import Noted, RowKernel, on_cpu, own_modes
 
+# Name of a target that has none.
+UNNAMED = "the target"
 # Kinds of values that stay what they are.
 PLAIN = frozenset((float, int, bool, np.float64))
 
@@ -394,9 +396,16 @@ def _converted(name: Hashable, value: Any) -> float:
     except OverflowError:
         return math.nan
     except (TypeError, ValueError):
+        cure = "give a number, or None where it is missing"
+        if isinstance(value, str):
+            cure = (
+                "give a number, or take KalmanHeadClassifier for classes"
+                if name == UNNAMED
+                else "give numbers; turn categories into numbers first, by "
+                "river.preprocessing.OneHotEncoder for one"
+            )
         raise ConfigError(
-            f"{shown(name)} is a {type(value).__name__} ({shown(value)}): give numbers; turn "
-            "categories into numbers first, by river.preprocessing.OneHotEncoder for one"
+            f"{shown(name)} is a {type(value).__name__} ({shown(value)}): {cure}"
         ) from None
 
 

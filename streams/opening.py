@@ -139,7 +139,7 @@ def make_source(target: Any, options: SourceOptions | None = None) -> Source:
 
 
 def open_source(
-    target: Any,
+    source: Any,
     batch_size: int = 32,
     *,
     x: str = "x",
@@ -167,7 +167,7 @@ def open_source(
 
     Parameters
     ----------
-    target:
+    source:
         A path or fsspec URL of a Zarr group (directory or zip) or of Parquet files (one, a
         directory, a glob); `river:NAME` or `river.synth:NAME?seed=3&rows=1000`; an equation
         that is solved while it is read, `pde:NAME?seed=3&rows=1000` (see
@@ -200,7 +200,7 @@ def open_source(
     Raises
     ------
     SourceError
-        When the target cannot be read as asked.
+        When the source cannot be read as asked.
     ConfigError
         When options contradict each other.
 
@@ -225,7 +225,7 @@ def open_source(
         optional_targets,
     )
     return Stream(
-        make_source(target, options),
+        make_source(source, options),
         batch_size,
         epochs=epochs,
         shuffle=shuffle,

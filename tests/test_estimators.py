@@ -960,7 +960,7 @@ def test_tables_without_columns_are_rows_of_which_nothing_is_known():
 def test_what_would_only_look_like_a_number_is_refused(value):
     model = KalmanHeadMultiTargetRegressor(width=4)
     model.learn_one({"a": 1.0}, {"t": 1.0})
-    with pytest.raises(ConfigError, match=r"^'a' is a .*: give numbers") as caught:
+    with pytest.raises(ConfigError, match=r"^'a' is a .*: give (a )?number") as caught:
         model.learn_one({"a": value}, {"t": 1.0, "u": None})
     assert "\n" not in str(caught.value)
     assert model.targets_skipped == 0
@@ -1072,3 +1072,36 @@ def test_a_default_dtype_of_16_bits_does_not_matter_to_what_is_learnt():
     finally:
         torch.set_default_dtype(before)
     assert abs(model.predict_one({"a": 2.0}) - 4.0) < 0.02
+
+
+def test_a_rate_out_of_range_is_named():
+    with pytest.raises(ConfigError, match="eta is 5: give 0 to 1"):
+        KalmanHeadRegressor(head="drift", eta=5)
+
+
+def test_a_target_that_is_a_class_is_told_where_classes_are_learnt():
+    with pytest.raises(ConfigError, match="KalmanHeadClassifier for classes"):
+        KalmanHeadRegressor().learn_one({"a": 1.0}, "cat")
+    with pytest.raises(ConfigError, match="OneHotEncoder"):
+        KalmanHeadRegressor().learn_one({"a": "cat"}, 1.0)
+
+
+def test_targets_may_be_a_frame_of_one_column_whatever_its_name():
+    frame, y = pd.DataFrame({"a": [1.0, 2.0, 3.0]}), pd.Series([2.0, 4.0, 6.0])
+    ours, theirs = KalmanHeadRegressor(width=4), KalmanHeadRegressor(width=4)
+    ours.learn_many(frame, y.to_frame())
+    theirs.learn_many(frame, y)
+    assert ours.predict_one({"a": 2.0}) == theirs.predict_one({"a": 2.0})
+
+
+def test_one_bool_tells_of_the_other():
+    model = KalmanHeadClassifier(width=4)
+    for _ in range(3):
+        model.learn_one({"a": 1.0}, True)
+    assert model.predict_proba_one({"a": 1.0}) == {True: pytest.approx(0.8), False: 0.2}
+    many = model.predict_proba_many(pd.DataFrame({"a": [1.0, 2.0]}))
+    assert many[True].tolist() == pytest.approx([0.8, 0.8])
+    assert model.predict_one({"a": 1.0}) is True
+    other = KalmanHeadClassifier(width=4)
+    other.learn_one({"a": 1.0}, "spam")
+    assert other.predict_proba_one({"a": 1.0}) == {"spam": 1.0}

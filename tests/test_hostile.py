@@ -266,3 +266,36 @@ def test_a_head_put_in_the_place_of_another_follows_the_scales():
     before = model.predict(X)
     model.scaling.follow(X, 1000 * Y, None, model.parts, skip=False, express=True)
     torch.testing.assert_close(model.predict(X), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", ["folder", "run", "group and more", "link", "text"])
+def test_overwriting_replaces_nothing_but_data_sets(tmp_path, what):
+    source, out = command.vector_zarr(tmp_path / "v.zarr", 40), tmp_path / "out.zarr"
+    command.ok("stream", "--source", source, "--run", tmp_path / "r", "--quiet")
+    if what == "folder":
+        out.mkdir()
+        (out / "thesis.txt").write_text("hi")
+    elif what == "run":
+        command.ok("stream", "--source", source, "--run", out, "--quiet")
+    elif what == "group and more":
+        command.vector_zarr(out, 10)
+        (out / "thesis.txt").write_text("hi")
+    elif what == "link":
+        out.symlink_to(source, target_is_directory=True)
+    else:
+        out.write_text("hi")
+    before = sorted(path.relative_to(out) for path in out.rglob("*"))
+    made = "make", "ks", "--out", out, "--samples", 3, "--grid", 32, "--overwrite"
+    predicted = "predict", tmp_path / "r", "--source", source, "--out", out, "--overwrite"
+    for arguments in (made, predicted):
+        assert str(out) in command.refused(*arguments)
+        assert sorted(path.relative_to(out) for path in out.rglob("*")) == before
+
+
+def test_predict_does_not_overwrite_what_the_run_learnt_from(tmp_path):
+    source = command.vector_zarr(tmp_path / "v.zarr", 40)
+    new = command.vector_zarr(tmp_path / "new.zarr", 20)
+    command.ok("stream", "--source", source, "--run", tmp_path / "r", "--quiet")
+    arguments = "predict", tmp_path / "r", "--source", new, "--out", source, "--overwrite"
+    assert "what the run learnt from" in command.refused(*arguments)
+    assert zarr.open_group(source, mode="r")["x"].shape == (40, 3)

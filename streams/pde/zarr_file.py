@@ -13,6 +13,7 @@ import zarr
 
 from kalmanhead.errors import ConfigError, SourceError
 from kalmanhead.streams.pde.equation import Equation
+from kalmanhead.streams.replacing import check_replaceable
 
 
 def write_zarr(
@@ -60,7 +61,7 @@ def write_zarr(
     ConfigError
         If a number or the dtype makes no sense.
     SourceError
-        If `path` exists and `overwrite` is not set, or cannot be written.
+        If `path` exists and `overwrite` is not set, is no Zarr group, or cannot be written.
     NumericalError
         If the solver overflows.
 
@@ -79,6 +80,7 @@ def write_zarr(
         raise ConfigError(f"dtype must be float32 or float64, got {dtype}")
     if os.path.lexists(target) and not overwrite:
         raise SourceError(f"{target} exists: choose another path or ask to overwrite it")
+    check_replaceable(target)
     equation = equation if seed is None else equation.with_seed(seed)
     scratch: Path | None = None
     try:
