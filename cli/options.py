@@ -238,6 +238,11 @@ model_options = apply(
     click.option("--lr", type=Finite(min=0), help="Learning rate of the backbone."),
     click.option("--clip", type=Finite(min=0, min_open=True), help="Largest gradient norm."),
     click.option(
+        "--anneal",
+        type=Finite(min=0),
+        help="Batches after which the rate has fallen by the root of 2; 0 for never.",
+    ),
+    click.option(
         "--average",
         type=Finite(min=0, max=1, max_open=True),
         help="Decay of the averaged model that predicts beside the newest; 0 for none.",

@@ -16,13 +16,15 @@ from kalmanhead.buffer import Buffer
 from kalmanhead.errors import ConfigError
 from kalmanhead.head import Head, KalmanHead
 from kalmanhead.learner import OnlineLearner, Order
-from kalmanhead.optimizers import OptimizerFactory, adam, sgd
+from kalmanhead.optimizers import OptimizerFactory, adam, annealed, sgd
 from kalmanhead.trained_head import TrainedHead
 
 HEADS = ("auto", "reset", "drift", "forget", "static", "ridge", "adam", "sgd")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 # Ten batches and a few more: on every stream tried it beats the newest model, drifting ones too.
 AVERAGE = 0.95
+# Batches after which the rate of the bank on vectors has fallen by the root of 2.
+ANNEAL = 250.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class ModelConfig:
         `head-first` or `backbone-first`.
     optimizer, lr, clip:
         Of the backbone: `adam` or `sgd` (momentum 0.9), learning rate, largest gradient norm.
+    anneal:
+        Batches after which the rate has fallen by the root of 2, on its way to a tenth; 0 for a
+        rate as it is. None: 250 for the bank on vectors at its own rate, otherwise 0.
     average:
         Decay of the moving average of the model that predicts beside the newest; 0 for none, None
         leaves it to the head, and the bank has one.
@@ -85,6 +90,7 @@ class ModelConfig:
     optimizer: str = "adam"
     lr: float | None = None
     clip: float | None = None
+    anneal: float | None = None
     average: float | None = None
     robust: bool | None = None
     loss: str = "squared"
@@ -277,7 +283,10 @@ def _optimizer(config: ModelConfig, grid_dims: int) -> OptimizerFactory:
     if name not in makers:
         raise ConfigError(f"optimizer {name!r} is unknown: choose adam or sgd")
     maker, lr = makers[name]
-    return maker(_default(config.lr, lr))
+    made = maker(_default(config.lr, lr))
+    bank_of_vectors = config.head == "auto" and grid_dims == 0 and config.lr is None
+    batches = _default(config.anneal, ANNEAL if bank_of_vectors else 0.0)
+    return annealed(made, batches) if batches != 0 else made
 
 
 def _order(name: str) -> Order:

@@ -15,6 +15,8 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 # Beyond it a step does not fit float32, in which torch's optimisers hold theirs.
 LARGEST_RATE = 1e30
+# Of its rate at the start, what an annealed optimiser goes down to.
+LEAST_SHARE = 0.1
 
 
 def adam(lr: float = 3e-3) -> OptimizerFactory:
@@ -27,6 +29,36 @@ def sgd(lr: float = 1e-2, momentum: float = 0.9) -> OptimizerFactory:
     """SGD with momentum and this rate (see `checked`), as an argument for `OnlineLearner`."""
     rate = checked(lr)
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum)
+
+
+def annealed(make: OptimizerFactory, batches: float) -> OptimizerFactory:
+    """The same optimiser with a rate that falls as 1 / sqrt(1 + steps / batches), to a tenth.
+
+    Small batches need it on long streams, where the noise of a constant rate is what is left of
+    the error; the floor is for streams that never stand still. What is needed to go on lies in the
+    optimiser's own state.
+    """
+    if not batches > 0:
+        raise ConfigError(
+            f"anneal is {batches!r}: give a number of batches, or 0 for a rate as it is"
+        )
+
+    def made(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            group |= {"anneal": float(batches), "initial_lr": group["lr"], "steps": 0}
+        return optimizer
+
+    return made
+
+
+def _anneal(optimizer: torch.optim.Optimizer) -> None:
+    """Bring the rate of a step up to its number."""
+    for group in optimizer.param_groups:
+        if "anneal" in group:
+            fallen = 1 / math.sqrt(1 + group["steps"] / group["anneal"])
+            group["lr"] = group["initial_lr"] * max(LEAST_SHARE, fallen)
+            group["steps"] += 1
 
 
 def checked(lr: float) -> float:
@@ -90,4 +122,5 @@ def descend(
         )
     if clip is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    _anneal(optimizer)
     optimizer.step()

@@ -50,6 +50,9 @@ def renew(learner: OnlineLearner, changed: Tensor, y: Tensor, forecast: Tensor) 
     learner.head.loosen()
     if learner.buffer is not None:
         learner.buffer.clear()
+    for group in () if learner.optimizer is None else learner.optimizer.param_groups:
+        if "anneal" in group:
+            group["steps"] = 0
     states = () if learner.optimizer is None else learner.optimizer.state.values()
     for state in states:
         for name in MOMENTS & state.keys():

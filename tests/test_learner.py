@@ -1,12 +1,14 @@
 """The learner: order of solve and step, envelope theorem, scalers, modes, missing values."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from kalmanhead.bank import HeadBank
+from kalmanhead.config import ModelConfig, build_learner
 from kalmanhead.errors import ConfigError, NumericalError
 from kalmanhead.guard import squared_loss
 from kalmanhead.head import KalmanHead
@@ -325,3 +327,38 @@ def test_a_column_that_starts_to_move_late_does_no_lasting_harm(head, tiny):
     assert max(errors) < 20
     assert errors[50] < 1.2
     assert errors[99] < 0.8
+
+
+def test_an_annealed_rate_falls_to_a_tenth_and_goes_on_after_a_resume():
+    def build(rate=None):
+        return build_learner(ModelConfig(width=8, lr=rate, anneal=4.0), (3,), (1,))
+
+    learner, rates = build(), []
+    generator = torch.Generator().manual_seed(0)
+    parts = [(x, x[:, :1]) for x in torch.randn(500, 8, 3, generator=generator)]
+    for x, y in parts[:20]:
+        learner.learn(x, y)
+        rates.append(learner.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1.5e-2 / math.sqrt(1 + i / 4) for i in range(20)])
+    other = build()
+    other.load_state(copy.deepcopy(learner.state()))
+    for x, y in parts[20:]:
+        learner.learn(x, y)
+        other.learn(x, y)
+    assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(1.5e-3)
+    assert torch.equal(learner.predict(parts[0][0]), other.predict(parts[0][0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "anneals"),
+    [({}, True), ({"lr": 1e-2}, False), ({"anneal": 0.0}, False), ({"head": "reset"}, False)],
+)
+def test_the_banks_own_rate_is_annealed_on_vectors(options, anneals):
+    learner = build_learner(ModelConfig(**options), (3,), (1,))
+    assert ("anneal" in learner.optimizer.param_groups[0]) == anneals
+
+
+@pytest.mark.parametrize("batches", [-1.0, math.nan])
+def test_annealing_over_no_batches_is_refused(batches):
+    with pytest.raises(ConfigError, match="anneal is"):
+        build_learner(ModelConfig(anneal=batches), (3,), (1,))
