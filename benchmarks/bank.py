@@ -41,6 +41,7 @@ FROZEN = ({"head": "auto", "lr": 0.0}, {"head": "static", "lam": 1.0, "lr": 0.0,
 ETAS, GAMMAS = (0.0, 0.001, 0.01, 0.1), (0.9, 0.99, 0.999)
 
 Stream = tuple[torch.Tensor, torch.Tensor]
+KEPT: dict[str, list[float]] = {}  # scores by stream and setting that are not run again
 
 
 def settings(optimizer_lr: float) -> list[dict]:
@@ -57,6 +58,17 @@ def settings(optimizer_lr: float) -> list[dict]:
 
 def family(setting: dict) -> str:
     return f"{setting['head']}, averaged" if setting.get("average") else str(setting["head"])
+
+
+def key(stream: str, setting: dict) -> str:
+    return json.dumps([stream, setting], sort_keys=True)
+
+
+def keep_all_but(again: str) -> None:
+    """Take the scores of all other families from the last file."""
+    for row in json.loads((RESULTS / "bank.json").read_text())["results"]["table"]:
+        kept = [run for run in row["all"] if family(run["setting"]) != again]
+        KEPT.update({key(row["stream"], run["setting"]): run["seeds"] for run in kept})
 
 
 def shortened(sweep: list[dict]) -> list[dict]:
@@ -137,7 +149,7 @@ def table_row(
 ) -> dict:
     """All settings of a sweep on one stream, and the best of each family."""
     start = time.perf_counter()
-    scores = [[score(s, seed) for seed in range(seeds)] for s in sweep]
+    scores = [KEPT.get(key(name, s)) or [score(s, seed) for seed in range(seeds)] for s in sweep]
     means = [float(np.mean(values)) for values in scores]
     families: dict[str, tuple[float, dict]] = {}
     for setting, mean in zip(sweep, means, strict=True):
@@ -265,9 +277,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short streams, few settings")
     parser.add_argument("--only", choices=PARTS, help="one part, into a file of its own")
     parser.add_argument("--assemble", action="store_true", help="join the files of all parts")
+    parser.add_argument("--again", metavar="FAMILY", help="this family alone; others as they were")
     arguments = parser.parse_args()
     quick = arguments.quick
     print(__doc__)
+    if arguments.again:
+        keep_all_but(arguments.again)
     torch.set_num_threads(1)
     table: list[dict] = []
     for part in [arguments.only] if arguments.only else PARTS:
