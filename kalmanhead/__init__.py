@@ -9,6 +9,7 @@ _HOMES = {
     "KalmanHeadRegressor": "kalmanhead.estimators",
     "KalmanHeadMultiTargetRegressor": "kalmanhead.estimators",
     "KalmanHeadClassifier": "kalmanhead.estimators",
+    "SoftmaxHead": "kalmanhead.softmax",
     "TrainedHead": "kalmanhead.trained_head",
     "OnlineLearner": "kalmanhead.learner",
     "adam": "kalmanhead.optimizers",

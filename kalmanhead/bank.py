@@ -29,6 +29,7 @@ from kalmanhead.layout import (
     linear_outputs,
     rescaled_weight,
 )
+from kalmanhead.losses import squared_loss
 from kalmanhead.noise import Noise, Predictive, noise_discount
 from kalmanhead.posterior import Posterior, forgotten, reexpressed
 from kalmanhead.standing import Standing
@@ -184,6 +185,8 @@ class HeadBank(nn.Module):
         driver = self.groups[self.driving].posterior.mean[0]
         return linear_outputs(driver, phi, True, self.feature_dim)
 
+    loss = staticmethod(squared_loss)
+
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
         """Learn from one batch: every head conditions on it, and is scored by its foresight.
@@ -201,10 +204,7 @@ class HeadBank(nn.Module):
             group.condition(batch, prior, first) if up else None
             for group, up in zip(self.groups, awake, strict=True)
         ]
-        groups = tuple(
-            group if news is None else news.group
-            for group, news in zip(self.groups, learnt, strict=True)
-        )
+        groups = tuple(new.group if new else g for g, new in zip(self.groups, learnt, strict=True))
         updates = [news for news in learnt if news is not None]
         innovation = torch.cat([update.innovation for update in updates])
         leverage = torch.cat([update.leverage for update in updates])

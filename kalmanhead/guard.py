@@ -16,25 +16,6 @@ from kalmanhead.layout import check_weight
 _TOO_LARGE = f"a number beyond {LARGEST_VALUE:g}"
 
 
-def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
-    """Mean of squared errors over the targets that are there; None if there are none.
-
-    Under weights it is the weighted sum over the number of targets with a positive weight, so
-    that a row of weight 2 pulls as two rows do.
-    """
-    error = prediction - target.to(prediction.dtype)
-    missing = torch.isnan(target)
-    squares = torch.where(missing, 0.0, error).square()
-    counted = ~missing
-    if weight is not None:
-        shaped = weight.to(squares).view((-1,) + (1,) * (squares.dim() - 1))
-        squares, counted = squares * shaped, counted & (shaped > 0)
-    total = counted.sum()
-    if int(total) == 0:
-        return None
-    return squares.sum() / total
-
-
 def check_batch(x: Tensor, y: Tensor, weight: Tensor | None, outputs: int) -> None:
     """Refuse a batch that nothing can be learnt from, before anything changes."""
     _check_values(x, y, weight)

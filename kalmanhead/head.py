@@ -21,6 +21,7 @@ from kalmanhead.layout import (
     point_weights,
     rescaled_weight,
 )
+from kalmanhead.losses import squared_loss
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
 from kalmanhead.posterior import Form, Posterior, Update, condition, forgotten, reexpressed
 from kalmanhead.transition import Transition, make_transition
@@ -47,6 +48,10 @@ class Head(Protocol):
 
     def for_gradient(self, phi: Tensor) -> Tensor:
         """Outputs from which the backbone's gradient is taken."""
+        ...
+
+    def loss(self, outputs: Tensor, y: Tensor, weight: Tensor | None) -> Tensor | None:
+        """What the backbone descends on, of those outputs; None without any target."""
         ...
 
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:
@@ -209,6 +214,8 @@ class KalmanHead(nn.Module):
     def for_gradient(self, phi: Tensor) -> Tensor:
         """Outputs from which the backbone's gradient is taken: those of `forward`."""
         return self(phi)
+
+    loss = staticmethod(squared_loss)
 
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:

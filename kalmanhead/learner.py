@@ -18,7 +18,6 @@ from kalmanhead.guard import (
     check_batch,
     check_trainable,
     owned,
-    squared_loss,
     training_mode,
 )
 from kalmanhead.head import Head, KalmanHead
@@ -415,7 +414,7 @@ class OnlineLearner(Predictor):
         """One gradient step at W held fixed; by the envelope theorem W's change does not count."""
         if self.optimizer is None:
             return
-        loss = squared_loss(self.head.for_gradient(batch.phi), batch.y, batch.weight)
+        loss = self.head.loss(self.head.for_gradient(batch.phi), batch.y, batch.weight)
         if loss is None or not loss.requires_grad:  # no target, or all parameters frozen since
             return
         descend(self.optimizer, loss, self.trained, self.clip)

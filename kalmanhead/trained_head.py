@@ -17,6 +17,7 @@ from kalmanhead.layout import (
     rescaled_weight,
     target_weights,
 )
+from kalmanhead.losses import squared_loss
 from kalmanhead.noise import Noise, Predictive, noise_discount, update_noise
 
 State = dict[str, Any]
@@ -80,6 +81,8 @@ class TrainedHead(nn.Module):
     def for_gradient(self, phi: Tensor) -> Tensor:
         """Outputs from which the backbone's gradient is taken: those of `forward`."""
         return self(phi)
+
+    loss = staticmethod(squared_loss)
 
     @torch.no_grad()
     def update(self, phi: Tensor, y: Tensor, weight: Tensor | None = None) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 from kalmanhead.bank import HeadBank
 from kalmanhead.config import ModelConfig, build_learner
 from kalmanhead.errors import ConfigError, NumericalError
-from kalmanhead.guard import squared_loss
 from kalmanhead.head import KalmanHead
 from kalmanhead.learner import OnlineLearner
+from kalmanhead.losses import squared_loss
 from kalmanhead.optimizers import adam, sgd
 from kalmanhead.scaler import RunningScaler
 from kalmanhead.scaling import Scaling

@@ -11,7 +11,7 @@ import torch
 from kalmanhead import row_kernel
 from kalmanhead.backbones import MLP
 from kalmanhead.errors import NumericalError
-from kalmanhead.guard import squared_loss
+from kalmanhead.losses import squared_loss
 from kalmanhead.optimizers import adam, sgd
 from kalmanhead.optimizers import descend as torch_descend
 from kalmanhead.row_compiled import compiled, standardise
