@@ -357,6 +357,8 @@ def _condition_qr(
     """With P- = F F': [Phi F; I] = Q R, W = W- + (F R^-1 Q' [E; 0])', new root F R^-1."""
     if prior.form == "dense":
         prior = Posterior(prior.mean, covariance_root(prior.spread), "root")
+    if prior.form == "diagonal" and not keep_covariance and phi.shape[0] < phi.shape[1]:
+        return _condition_qr_dual(prior, phi, innovation)
     root = torch.diag_embed(prior.spread.sqrt()) if prior.form == "diagonal" else prior.spread
     n, d = phi.shape
     whitened_phi = phi @ root
@@ -371,3 +373,19 @@ def _condition_qr(
     # The quadratic form is residual plus step, so nothing cancels.
     whitened = torch.cat([innovation - whitened_phi @ step, step], -2)
     return Update(posterior, innovation, leverage, whitened, r)
+
+
+def _condition_qr_dual(prior: Posterior, phi: Tensor, innovation: Tensor) -> Update:
+    """With P- = F F', F diagonal: [F' Phi'; I] = Q R, S = R' R, W = W- + (S^-1 E)' Phi P-.
+
+    For fewer rows than features and a covariance that is not kept: no d x d matrix at all.
+    """
+    whitened_phi = phi * prior.spread.sqrt()[..., None, :]
+    identity = torch.eye(phi.shape[0], dtype=phi.dtype, device=phi.device)
+    identity = identity.expand(*whitened_phi.shape[:-2], *identity.shape)
+    r = torch.linalg.qr(torch.cat([whitened_phi.mT, identity], -2), mode="r").R
+    whitened = torch.linalg.solve_triangular(r.mT, innovation, upper=False)
+    solved = torch.linalg.solve_triangular(r, whitened, upper=True)
+    mean = prior.mean + solved.mT @ (phi * prior.spread[..., None, :])
+    leverage = whitened_phi.square().sum(-1)
+    return Update(Posterior(mean, prior.spread, prior.form), innovation, leverage, whitened, r)

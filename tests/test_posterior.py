@@ -297,3 +297,36 @@ def test_forgotten_features_are_back_at_the_prior_and_the_others_stay(form):
     expected[:, gone] = 0
     expected[gone, gone] = variance[gone]
     close(after.covariance, expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_float32_with_fewer_rows_than_features_needs_no_matrix_of_their_size(weighted):
+    phi, y, weight = (torch.as_tensor(a) for a in rows(5, 40, 2))
+    weight = weight if weighted else None
+    precision = torch.linspace(0.5, 3.0, 40, dtype=torch.float64)
+    expected = condition(prior(np.zeros((2, 40)), precision, 40), phi, y, weight)
+    single = prior(np.zeros((2, 40)), precision, 40, "diagonal", torch.float32)
+    update = condition(
+        single,
+        phi.float(),
+        y.float(),
+        None if weight is None else weight.float(),
+        keep_covariance=False,
+    )
+    assert update.factor.shape == (5, 5)
+    for name in ("innovation", "leverage", "quadratic", "log_determinant"):
+        theirs = getattr(expected, name)
+        torch.testing.assert_close(getattr(update, name).double(), theirs, rtol=1e-4, atol=1e-5)
+    mean = update.posterior.mean.double()
+    torch.testing.assert_close(mean, expected.posterior.mean, rtol=1e-4, atol=1e-5)
+
+
+def test_float32_keeps_its_digits_with_fewer_rows_than_features():
+    """Two rows that differ by 1e-4: S in float32 would lose what tells them apart."""
+    base = torch.ones(1, 30, dtype=torch.float64)
+    phi = torch.cat([base, base + 1e-4 * torch.eye(30, dtype=torch.float64)[:1]])
+    y = torch.tensor([[1.0], [1.001]], dtype=torch.float64)
+    exact = condition(prior(np.zeros((1, 30)), 1e-12, 30), phi, y).posterior.mean
+    single = prior(np.zeros((1, 30)), 1e-12, 30, "diagonal", torch.float32)
+    ours = condition(single, phi.float(), y.float(), keep_covariance=False).posterior.mean
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-2, atol=1e-3)
