@@ -6,8 +6,8 @@ Coulomb matrix, targets gap, alpha and dipole, learnt together by one network (M
 outputs, inputs and targets standardised by running statistics), which makes the sweep affordable.
 Batches of 8, 32, 128 and 512. Figures are validation MAE, means over the seeds; a family's best
 setting is taken by that same MAE, for each target apart, to the rivals' advantage: the bank runs
-in one setting, its default (Adam at 1.5e-2). Beside it, and not judged, stands the bank at two
-lower rates, to tell what is the rate's doing.
+in one setting, its default (Adam at 1.5e-2, falling). Beside it, and not judged, stands the bank
+at two lower, constant rates, to tell what is the rate's doing.
 
 Families: Adam and SGD with momentum 0.9 for the whole network, five learning rates each, half a
 decade apart and centred on the batch size (RATES); Adam with the bank's averaging of the model,
