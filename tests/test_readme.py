@@ -158,7 +158,7 @@ def latency_table():
 
 def live_table():
     lines = [
-        "| solver, rows seen once | error, bank | error, Adam | plain | steps, bank | steps, Adam |",
+        "| solver, rows seen once | error, bank | Adam | plain | steps, bank | Adam |",
         "|---|---|---|---|---|---|",
     ]
     for row in result("live")["results"]["table"]:
