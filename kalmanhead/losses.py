@@ -25,20 +25,20 @@ def squared_loss(prediction: Tensor, target: Tensor, weight: Tensor | None) -> T
     return squares.sum() / total
 
 
-def cross_entropy(logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
+def cross_entropy(prediction: Tensor, target: Tensor, weight: Tensor | None) -> Tensor | None:
     """Mean of -log softmax over rows, weighted by class probabilities; None without any row.
 
     Parameters
     ----------
-    logits, target:
-        (n, k); a row of the target holds the probabilities of its classes, 0 and 1 for a label,
+    prediction, target:
+        Logits and probabilities, (n, k); a row of the target holds the probabilities of its classes, 0 and 1 for a label,
         and NaN where it is missing.
     weight:
         Of the rows, (n,), as for `squared_loss`.
     """
     missing = torch.isnan(target).any(1)
-    told = torch.where(missing[:, None], 0.0, target).to(logits.dtype)
-    rows, counted = -(told * logits.log_softmax(1)).sum(1), ~missing
+    told = torch.where(missing[:, None], 0.0, target).to(prediction.dtype)
+    rows, counted = -(told * prediction.log_softmax(1)).sum(1), ~missing
     if weight is not None:
         rows, counted = rows * weight.to(rows), counted & (weight > 0)
     total = counted.sum()

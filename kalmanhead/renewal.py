@@ -42,9 +42,9 @@ def renew(learner: OnlineLearner, changed: Tensor, y: Tensor, forecast: Tensor) 
         for part in learner.parts:
             part.rescale_targets(torch.ones_like(level), level)
     learner.scaling.restart_targets(changed, y, learner.parts)
-    for part in (learner.head, learner.average):
-        if part is not None:
-            part.forget_noise(changed)
+    learner.head.forget_noise(changed)
+    if learner.average is not None:
+        learner.average.forget_noise(changed)
     if learner.outliers is not None:
         learner.outliers.expect_anything(changed)
     learner.head.loosen()
