@@ -31,8 +31,8 @@ def cross_entropy(prediction: Tensor, target: Tensor, weight: Tensor | None) -> 
     Parameters
     ----------
     prediction, target:
-        Logits and probabilities, (n, k); a row of the target holds the probabilities of its classes, 0 and 1 for a label,
-        and NaN where it is missing.
+        Logits and probabilities of the classes, (n, k): 0 and 1 for a label, NaN where it is
+        missing.
     weight:
         Of the rows, (n,), as for `squared_loss`.
     """
